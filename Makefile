@@ -1,0 +1,72 @@
+# make demo   train on real flights on an embedded Spark     make venv     only set up
+# make test   all tests                                      make native   build the extension
+# make check  format, lint, types, warnings, fast tests      make bench    benchmarks
+# Every target sets up .venv by itself, again only when something changed. PYTHON=... picks the interpreter.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+CPP := $(shell find core/src tests/cpp -name '*.cc' -o -name '*.h' 2>/dev/null)
+CMAKE_INPUTS := $(CPP) $(shell find core tests/cpp -name CMakeLists.txt 2>/dev/null)
+PYTHON_DIRS := $(wildcard core/hvd_core hvd_spark hvd_ray tests examples benchmarks scripts)
+BENCHMARKS := $(wildcard benchmarks/*.py)
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Spark's executors must run the interpreter that the driver runs.
+export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
+
+.PHONY: help venv native demo test test-cpp check format bench clean
+
+help:
+	@sed -n 's/^# //p' Makefile | head -n 4
+
+venv: $(VENV)/.ready
+native: $(VENV)/.native
+
+$(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh scripts/requirements.py
+	PYTHON="$(PYTHON)" scripts/setup.sh
+	touch $@
+
+# An editable install: Python is used in place; only C++ and the build's description make it run again.
+$(VENV)/.native: $(VENV)/.ready $(CMAKE_INPUTS)
+	flock $(VENV)/.build-lock $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --no-deps --no-build-isolation -C build-dir=build/editable --editable .
+	touch $@
+
+# The same sources with warnings as errors, and the C++ tests.
+build/check/.built: $(VENV)/.ready $(CMAKE_INPUTS)
+	$(BIN)/cmake -S core -B build/check -G Ninja -DCMAKE_BUILD_TYPE=Release -DHVD_WERROR=ON -DHVD_TESTS=ON \
+	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python --log-level=WARNING
+	flock build/check/.lock $(BIN)/cmake --build build/check
+	touch $@
+
+test-cpp: build/check/.built
+	$(BIN)/ctest --test-dir build/check --output-on-failure --timeout 120 --no-tests=error
+
+demo: $(VENV)/.native
+	$(BIN)/python examples/flight_delays.py
+
+test: $(VENV)/.native test-cpp
+	$(BIN)/python -m pytest tests
+
+check: $(VENV)/.native
+	$(BIN)/ruff format --check $(PYTHON_DIRS)
+	$(BIN)/ruff check $(PYTHON_DIRS)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(MAKE) --no-print-directory test-cpp
+	$(BIN)/python -m pytest tests/unit -m "not slow"
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format $(PYTHON_DIRS)
+	$(BIN)/ruff check --fix $(PYTHON_DIRS)
+	$(BIN)/clang-format -i $(CPP)
+
+bench: $(VENV)/.native
+	@if [ -z "$(BENCHMARKS)" ]; then echo "no benchmarks yet"; fi
+	for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean:
+	rm -rf build dist $(VENV)/.native .mypy_cache .ruff_cache .pytest_cache
