@@ -1,0 +1,54 @@
+"""Shared by all tests: what a test must leave behind, which is nothing."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+GRACE_S = 3.0
+
+
+def children() -> dict[int, str]:
+    """pid → command line of the children of this process that are still running."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            try:
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            if state == "Z":
+                del found[pid]
+    return found
+
+
+def await_end(pid: int, deadline: float) -> bool:
+    """Whether process `pid` ends before `deadline` (time.monotonic)."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0])
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test of tests/ranks or tests/fault ends with the child processes it began with."""
+    if request.path.parent.name not in ("ranks", "fault"):
+        yield
+        return
+    before = set(children())
+    yield
+    deadline = time.monotonic() + GRACE_S
+    left = {pid: what for pid, what in children().items() if pid not in before}
+    left = {pid: what for pid, what in left.items() if not await_end(pid, deadline)}
+    assert not left, f"left running: {left}"
