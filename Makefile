@@ -37,7 +37,7 @@ $(VENV)/.native: $(VENV)/.ready $(CMAKE_INPUTS)
 
 # The same sources with warnings as errors, and the C++ tests.
 build/check/.built: $(VENV)/.ready $(CMAKE_INPUTS)
-	$(BIN)/cmake -S core -B build/check -G Ninja -DCMAKE_BUILD_TYPE=Release -DHVD_WERROR=ON -DHVD_TESTS=ON \
+	$(BIN)/cmake -S core -B build/check -G Ninja -DCMAKE_BUILD_TYPE=Release -DHVD_WERROR=ON -DHVD_BUILD_TESTS=ON -DHVD_BUILD_PYTHON=ON \
 	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python --log-level=WARNING
 	flock build/check/.lock $(BIN)/cmake --build build/check
 	touch $@
