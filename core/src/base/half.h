@@ -23,18 +23,24 @@ static inline float BitsToFloat(uint32_t bits) {
   return value;
 }
 
+// if_true or if_false, without a branch.
+static inline uint32_t Select(bool condition, uint32_t if_true, uint32_t if_false) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (if_true & mask) | (if_false & ~mask);
+}
+
 static inline float HalfToFloat(uint16_t half) {
   const uint32_t magnitude = half & 0x7fffu;
   const uint32_t sign = (half & 0x8000u) << 16;
   // Normal: move the exponent from bias 15 to 127.
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   // Inf and NaN: all exponent bits; a NaN gets the quiet bit.
-  const uint32_t special = (magnitude << 13) | 0x7f800000u | (magnitude > 0x7c00u ? 0x00400000u : 0u);
+  const uint32_t special = (magnitude << 13) | 0x7f800000u | Select(magnitude > 0x7c00u, 0x00400000u, 0u);
   // Subnormal and zero: magnitude units of 2^-24, exact in float. (2^-14 + magnitude 2^-24) - 2^-14.
   const uint32_t subnormal =
       FloatToBits(BitsToFloat((113u << 23) + (magnitude << 13)) - BitsToFloat(113u << 23));
-  const uint32_t finite = magnitude < 0x0400u ? subnormal : normal;
-  return BitsToFloat(sign | (magnitude >= 0x7c00u ? special : finite));
+  const uint32_t finite = Select(magnitude < 0x0400u, subnormal, normal);
+  return BitsToFloat(sign | Select(magnitude >= 0x7c00u, special, finite));
 }
 
 static inline uint16_t FloatToHalf(float value) {
@@ -48,10 +54,10 @@ static inline uint16_t FloatToHalf(float value) {
   // bits.
   const uint32_t subnormal = FloatToBits(BitsToFloat(magnitude) + 0.5f) - FloatToBits(0.5f);
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x03ffu);
-  const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
+  const uint32_t finite = Select(magnitude < (113u << 23), subnormal, normal);
   // From 65520 on, rounding reaches 2^16.
-  const uint32_t ordered = magnitude >= 0x477ff000u ? 0x7c00u : finite;
-  return static_cast<uint16_t>(sign | (magnitude > 0x7f800000u ? nan : ordered));
+  const uint32_t ordered = Select(magnitude >= 0x477ff000u, 0x7c00u, finite);
+  return static_cast<uint16_t>(sign | Select(magnitude > 0x7f800000u, nan, ordered));
 }
 
 static inline float BFloatToFloat(uint16_t bfloat) {
@@ -62,7 +68,7 @@ static inline uint16_t FloatToBFloat(float value) {
   const uint32_t bits = FloatToBits(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t nan = (bits >> 16) | 0x0040u;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+  return static_cast<uint16_t>(Select((bits & 0x7fffffffu) > 0x7f800000u, nan, rounded));
 }
 
 }  // namespace hvd

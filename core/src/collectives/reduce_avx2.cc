@@ -1,0 +1,2 @@
+#define HVD_KERNEL_TABLE kAvx2Kernels
+#include "collectives/reduce_kernels.inc"

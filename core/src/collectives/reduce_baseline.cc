@@ -1,0 +1,2 @@
+#define HVD_KERNEL_TABLE kBaselineKernels
+#include "collectives/reduce_kernels.inc"
