@@ -1,0 +1,44 @@
+"""From Arrow rows to a fitted model, once for every platform.
+
+The driver makes a `TrainSpec` and `plan_layout`s it against its columns. Each rank packs its rows with a
+`ShardWriter`; the process that trains attaches the `Shard` and calls `fit_shard`. `Predictor` serves transform.
+"""
+
+from .columns import Column, Layout, columns_of, plan_layout
+from .result import FitResult, OutputSpec
+from .spec import EarlyStopping, Scheduler, TrainSpec
+
+__all__ = [
+    "Column",
+    "EarlyStopping",
+    "FitResult",
+    "Layout",
+    "OutputSpec",
+    "PackedShard",
+    "Predictor",
+    "Scheduler",
+    "Shard",
+    "ShardWriter",
+    "TrainSpec",
+    "columns_of",
+    "fit_local",
+    "fit_shard",
+    "plan_layout",
+]
+
+_LATE = {
+    "PackedShard": "shard",
+    "Shard": "shard",
+    "ShardWriter": "shard",
+    "Predictor": "predict",
+    "fit_local": "local",
+    "fit_shard": "loop",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LATE[name]}", __name__), name)

@@ -1,0 +1,57 @@
+"""What `fit` gives back: a value that pickles, and whose weights can be read without running code."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output of the model: numpy dtype name ("float32", ...) and the shape of one row (() for a scalar)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class FitResult:
+    """The fitted weights and how they came about. Equal on all ranks, apart from `weights` (rank 0 only).
+
+    weights: the state dict, as written by `torch.save` from plain tensors; `torch.load(..., weights_only=True)`
+    reads it without running code. b"" on ranks other than 0.
+    history: a dict for each epoch: epoch, loss, metrics, val_*, rows, steps, lr, seconds, and the split
+    data / compute / communication in seconds (mean over ranks).
+    best_epoch: 0-based; by the early-stopping metric, else val_loss, else loss.
+    rows_seen: rows used in each epoch, training and validation together, over all ranks; rows_sent: rows in the
+    shards. They are equal unless max_steps cut an epoch short.
+    """
+
+    weights: bytes
+    history: list[dict[str, Any]]
+    best_epoch: int
+    rows_seen: int
+    rows_sent: int
+    train_rows: int
+    validation_rows: int
+    seconds: dict[str, float]
+    summary: str
+    output_spec: tuple[OutputSpec, ...] = field(default_factory=tuple)
+    stopped_early: bool = False
+    size: int = 1
+
+    def to_bytes(self) -> bytes:
+        """A length-prefixed JSON header followed by the weights: nothing in it runs code."""
+        head = {k: v for k, v in self.__dict__.items() if k != "weights"}
+        head["output_spec"] = [asdict(o) for o in self.output_spec]
+        text = json.dumps(head).encode()
+        return struct.pack("<Q", len(text)) + text + self.weights
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> FitResult:
+        (n,) = struct.unpack_from("<Q", data)
+        head = json.loads(bytes(data[8 : 8 + n]))
+        head["output_spec"] = tuple(OutputSpec(o["dtype"], tuple(o["shape"])) for o in head["output_spec"])
+        return cls(weights=bytes(data[8 + n :]), **head)
