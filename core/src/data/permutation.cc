@@ -23,7 +23,7 @@ constexpr int kMinHalfBits = 4;
 }  // namespace
 
 Permutation::Permutation(uint64_t n, uint64_t seed, uint64_t epoch)
-    : n_(n), half_bits_(std::max(kMinHalfBits, (std::bit_width(n - 1) + 1) / 2)) {
+    : n_(n), half_bits_(std::max(kMinHalfBits, static_cast<int>(std::bit_width(n - 1) + 1) / 2)) {
   // Mixed one after the other, so that (seed, epoch) and (seed + 1, epoch - 1) have nothing in common.
   uint64_t state = Mix(Mix(seed + kGamma) + epoch + kGamma);
   for (uint64_t& key : keys_) key = Mix(state += kGamma);

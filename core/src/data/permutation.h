@@ -12,7 +12,8 @@ namespace hvd {
 //
 // A balanced Feistel network (Luby and Rackoff 1988) over the next even number of bits, restricted to [0, n)
 // by cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): a value outside is
-// encrypted again until it falls inside, at most 4 times on average.
+// encrypted again until it falls inside, at most 4 times on average (more for n < 64, where nobody waits for
+// it).
 class Permutation {
  public:
   // 1 <= n <= 2^62.
