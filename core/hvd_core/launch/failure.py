@@ -1,0 +1,99 @@
+"""How a rank's end is told: the user's own frames, few lines, and whether it is only an echo."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from socket import gethostname
+
+from ..errors import HvdError, RankFailure
+from .pickling import type_name
+
+MAX_TRACEBACK_LINES = 40
+_MAX_MESSAGE_CHARS = 2000
+_OURS = str(Path(__file__).parents[1]) + "/"
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen "}
+)
+
+
+def describe(error: BaseException, rank: int) -> RankFailure:
+    """`error`, caught in rank `rank`, as a record. Frames of hvd and of what starts a rank are left out; `where`
+    is the innermost line of the user's own files."""
+    formatted = traceback.TracebackException.from_exception(error, capture_locals=False)
+    own = _user_line(formatted.stack)
+    _drop_our_frames(formatted, set())
+    return RankFailure(
+        rank=rank,
+        kind="exception",
+        exc_type=_exception_name(error),
+        message=_message(error),
+        traceback=_shortened("".join(formatted.format())),
+        where=own,
+        host=gethostname(),
+        echo=any(isinstance(e, HvdError) and e.echo for e in _chain(error)),
+        retryable=any(isinstance(e, HvdError) and e.retryable for e in _chain(error)),
+        at=time.time(),
+    )
+
+
+def _exception_name(error: BaseException) -> str:
+    return type(error).__name__ if isinstance(error, HvdError) else type_name(type(error))
+
+
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:  # a user's __str__
+        text = f"<str() of this {type(error).__name__} raised {type(broken).__name__}>"
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]} ..."
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what it was raised from or while handling: `except PeerLost: raise Mine` is still an echo."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        yield at
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_OURS, "<frozen "))
+
+
+def _user_line(stack: traceback.StackSummary) -> str:
+    frames = [frame for frame in stack if not _is_ours(frame.filename)]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    last = (own or frames or [None])[-1]
+    return f"{last.filename}:{last.lineno}" if last is not None else ""
+
+
+def _drop_our_frames(formatted: traceback.TracebackException, seen: set[int]) -> None:
+    if id(formatted) in seen:
+        return
+    seen.add(id(formatted))
+    kept = [frame for frame in formatted.stack if not _is_ours(frame.filename)]
+    formatted.stack = traceback.StackSummary.from_list(kept)
+    for inner in (formatted.__cause__, formatted.__context__, *(getattr(formatted, "exceptions", None) or ())):
+        if inner is not None:
+            _drop_our_frames(inner, seen)
+
+
+def _shortened(text: str) -> str:
+    lines = text.rstrip().splitlines()
+    if len(lines) <= MAX_TRACEBACK_LINES:
+        return "\n".join(lines)
+    head = MAX_TRACEBACK_LINES // 4
+    tail = MAX_TRACEBACK_LINES - head - 1
+    left_out = f"  ... {len(lines) - head - tail} lines left out ..."
+    return "\n".join([*lines[:head], left_out, *lines[-tail:]])
+
+
+def exit_failure(status: int, rank: int) -> RankFailure:
+    """The record of a rank that left with `sys.exit(status)`."""
+    return RankFailure(rank=rank, kind="exit", exit_status=status, host=gethostname(), at=time.time())

@@ -1,0 +1,218 @@
+"""Functions and their arguments to bytes, and which variable is in the way when that fails."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidArgument, NotPicklable
+
+#: Captures above this are named in a warning.
+LARGE_NBYTES = 50 << 20
+_MAX_DEPTH = 8
+
+
+def dumps(fn: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
+    """The payload of a rank: `(fn, args, kwargs)`. The receiver needs `pickle.loads` only.
+
+    Functions and classes of `__main__`, and local ones, travel by value with what they use; others by name.
+    Raises NotPicklable with the path of the first variable that does not pickle ("global 'lock' used by train");
+    warns (UserWarning) with the names and sizes of variables above 50 MB.
+    """
+    import cloudpickle
+
+    if not callable(fn):
+        raise InvalidArgument(f"expected a function to run on the ranks, not {type(fn).__name__}")
+    job = (fn, tuple(args), dict(kwargs or {}))
+    try:
+        payload: bytes = cloudpickle.dumps(job)
+    except Exception as error:
+        path, value, why = _first_unpicklable(fn, job, error)
+        raise NotPicklable(
+            f"{function_name(fn)} cannot be sent to the ranks: {path} is a {type_name(type(value))}, which does not "
+            f"pickle ({type(why).__name__}: {_one_line(why)}). Create it inside the function."
+        ) from error
+    if len(payload) > LARGE_NBYTES:
+        _warn_of_large(fn, job, len(payload))
+    return payload
+
+
+def dumps_result(fn: Any, result: Any) -> bytes:
+    """What `fn` returned, on its way back. Raises NotPicklable with the path of the part that does not pickle."""
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        path, value, why = _descend("its result", result, error, 0, set())
+        raise NotPicklable(
+            f"{function_name(fn)} returned, but {path} is a {type_name(type(value))}, which does not pickle "
+            f"({type(why).__name__}: {_one_line(why)})"
+        ) from error
+
+
+def function_name(fn: Any) -> str:
+    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__).replace("<locals>.", "")
+
+
+def type_name(cls: type) -> str:
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+def _roots(fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    _, args, kwargs = job
+    for i, value in enumerate(args):
+        yield f"args[{i}]", value
+    for key, value in kwargs.items():
+        yield f"kwargs[{key!r}]", value
+    yield f"function {function_name(fn)!r}", fn
+
+
+def _first_unpicklable(
+    fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]], error: Exception
+) -> tuple[str, Any, BaseException]:
+    for path, value in _roots(fn, job):
+        why = _why_not(value)
+        if why is not None:
+            return _descend(path, value, why, 0, set())
+    return "the function with its arguments", job, error
+
+
+def _descend(
+    path: str, value: Any, why: BaseException, depth: int, seen: set[int]
+) -> tuple[str, Any, BaseException]:
+    """Follows the first part that does not pickle, down to one whose parts all do."""
+    seen.add(id(value))
+    if depth < _MAX_DEPTH:
+        for part_path, part in _parts(path, value):
+            if id(part) in seen:
+                continue
+            part_why = _why_not(part)
+            if part_why is not None:
+                return _descend(part_path, part, part_why, depth + 1, seen)
+    return path, value, why
+
+
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The variables that are pickled because `value` is, each with a path a user recognizes."""
+    if isinstance(value, types.MethodType):
+        yield f"'self' of method {function_name(value)!r}", value.__self__
+        yield path, value.__func__
+    elif isinstance(value, types.FunctionType):
+        name = function_name(value)
+        for variable, part in _globals_used(value):
+            yield f"global {variable!r} used by {name}", part
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+            with_content = _cell_content(cell)
+            if with_content:
+                yield f"closure variable {variable!r} of {name}", with_content[0]
+        for parameter in inspect.signature(value).parameters.values():
+            if parameter.default is not parameter.empty:
+                yield f"default of parameter {parameter.name!r} of {name}", parameter.default
+    elif isinstance(value, functools.partial):
+        yield f"function {function_name(value.func)!r}", value.func
+        for i, part in enumerate(value.args):
+            yield f"argument {i} bound to {function_name(value.func)}", part
+        for key, part in value.keywords.items():
+            yield f"argument {key!r} bound to {function_name(value.func)}", part
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield f"{path}[{key!r}]", part
+    elif isinstance(value, (list, tuple)):
+        for i, part in enumerate(value):
+            yield f"{path}[{i}]", part
+    elif isinstance(value, (set, frozenset)):
+        for part in value:
+            yield f"an element of {path}", part
+    elif isinstance(value, type):
+        for key, part in vars(value).items():
+            part = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
+            if not key.startswith("__") or isinstance(part, types.FunctionType):
+                yield f"{type_name(value)}.{key}", part
+    else:
+        for key, part in getattr(value, "__dict__", {}).items():
+            yield f"{path}.{key}", part
+        if type(value).__module__ == "__main__" or "<locals>" in type(value).__qualname__:
+            yield f"class {type_name(type(value))}", type(value)
+
+
+def _cell_content(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not assigned yet
+        return ()
+
+
+def _globals_used(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names: dict[str, None] = {}
+    codes = [fn.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(dict.fromkeys(code.co_names))
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    for name in names:
+        if name in fn.__globals__:
+            yield name, fn.__globals__[name]
+
+
+class _Counter:
+    """A file that keeps no bytes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.nbytes += size
+        return size
+
+
+def _pickled_nbytes(value: Any) -> int:
+    import cloudpickle
+
+    counter = _Counter()
+    cloudpickle.Pickler(counter, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return counter.nbytes
+
+
+def _why_not(value: Any) -> BaseException | None:
+    try:
+        _pickled_nbytes(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _warn_of_large(fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]], nbytes: int) -> None:
+    found: list[tuple[int, str]] = []
+
+    def look(path: str, value: Any, depth: int) -> None:
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial) and depth < _MAX_DEPTH:
+            for part_path, part in _parts(path, value):
+                look(part_path, part, depth + 1)
+        elif not isinstance(value, type | types.ModuleType):
+            size = _pickled_nbytes(value)
+            if size > LARGE_NBYTES // 10:
+                found.append((size, path))
+
+    for path, value in _roots(fn, job):
+        look(path, value, 0)
+    names = ", ".join(f"{path} ({_megabytes(size)})" for size, path in sorted(found, reverse=True)[:5])
+    warnings.warn(
+        f"{function_name(fn)} and its arguments are {_megabytes(nbytes)} when pickled, and every rank gets a copy: "
+        f"{names or 'many variables'}. Load large data inside the function.",
+        stacklevel=4,
+    )
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.0f} MB"
