@@ -8,7 +8,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-CPP := $(shell find core/src tests/cpp -name '*.cc' -o -name '*.h' 2>/dev/null)
+CPP := $(shell find core/src tests/cpp -name '*.cc' -o -name '*.h' -o -name '*.inc' 2>/dev/null)
 CMAKE_INPUTS := $(CPP) $(shell find core tests/cpp -name CMakeLists.txt 2>/dev/null)
 PYTHON_DIRS := $(wildcard core/hvd_core hvd_spark hvd_ray tests examples benchmarks scripts)
 BENCHMARKS := $(wildcard benchmarks/*.py)

@@ -1,4 +1,4 @@
-"""Prints what pyproject.toml asks for, one requirement a line: build, run time, and the extras given as arguments.
+"""Prints what pyproject.toml asks for, one a line: build, run time, and the extras given as arguments.
 
 pip cannot install a project's dependencies without building the project; `make venv` must not compile.
 """
