@@ -1,7 +1,8 @@
 """Ranks as supervised child processes; `run` starts them on this machine.
 
 Read order: `local.run` (N ranks, first cause) -> `template_process`, `rank_process` (the two
-kinds of processes, seen from their supervisor) -> `template` (the process that forks ranks) -> `child` (what a rank does).
+kinds of processes, seen from their supervisor) -> `template` (the process that forks ranks) -> `child` (what
+a rank does).
 """
 
 from __future__ import annotations

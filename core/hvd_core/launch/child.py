@@ -13,11 +13,10 @@ import random
 import signal
 import socket
 import sys
-import threading
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TextIO
 
 from ..errors import NotPicklable, RankFailure
 from . import wire
@@ -71,3 +70,125 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be reported; plain numbers, strings, lists and dicts can")
+
+
+def main(job: Job) -> int:
+    """Runs the job; returns the exit status. The caller then leaves through the interpreter's normal exit."""
+    _set_up_process(job)
+    channel = wire.Channel(socket.socket(fileno=job.control))
+    _supervisor.pid, _supervisor.channel = os.getpid(), channel
+    rank = -1
+    fn: Any = None
+    try:
+        fn, args, kwargs = _payload(job.payload)
+        if job.fds:
+            kwargs = {"fds": list(job.fds), **kwargs}
+        rank = _join(channel)
+        result = fn(*args, **kwargs)
+        if os.getpid() != _supervisor.pid:  # a process the function forked came back from it
+            os._exit(0)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            return _fail(exit_failure(leaving, rank), None)
+        result = None
+    except BaseException as error:  # noqa: BLE001  whatever it was, the launcher must hear of it
+        return _fail(describe(error, rank), error)
+    try:
+        value = dumps_result(fn, result)
+    except NotPicklable as error:
+        return _fail(replace(describe(error, rank), where=_where(fn), traceback=""), None)
+    _flush()
+    _supervisor.say(wire.VALUE, value)
+    return 0
+
+
+def _set_up_process(job: Job) -> None:
+    for fd, target in ((job.stdout, 1), (job.stderr, 2)):
+        os.dup2(fd, target)
+        os.close(fd)
+    sys.stdout = sys.__stdout__ = _line_buffered(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _line_buffered(2)  # type: ignore[misc]
+    faulthandler.enable(all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    # The function must not see the template's __main__, and classes of the user's are pickled from
+    # "__main__".
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ.update(thread_env(job.threads) | job.env)
+    if (torch := sys.modules.get("torch")) is not None:  # read its environment when it was imported
+        torch.set_num_threads(job.threads)
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_interop_threads(job.threads)
+    # Ranks of one template start with the same generators.
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+
+
+def _line_buffered(fd: int) -> TextIO:
+    raw = io.FileIO(fd, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+
+
+def _payload(fd: int) -> Any:
+    size = os.fstat(fd).st_size
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as pages:
+        os.close(fd)
+        with memoryview(pages) as view:
+            return pickle.loads(view)
+
+
+def _join(channel: wire.Channel) -> int:
+    """Says where this rank listens, waits for its place and makes it `hvd_core.world.current()`."""
+    from ..group import Listener
+    from ..world import World, set_current
+
+    listener = Listener.bind()
+    channel.send(wire.ENDPOINT, listener.endpoint.encode())
+    frame = channel.receive()
+    if frame is None or frame[0] != wire.ASSIGN:
+        os._exit(1)  # the supervisor is gone
+    place = Assignment.from_json(frame[1].decode())
+    set_current(World(place.rank, place.size, place.endpoints, place.token, listener))
+    return place.rank
+
+
+def _fail(failure: RankFailure, error: BaseException | None) -> int:
+    _abort_default_group(failure)
+    _flush()
+    if error is not None and (pickled := _pickled_exception(error)):
+        _supervisor.say(wire.EXCEPTION, pickled)
+    _supervisor.say(wire.FAILURE, failure.to_json().encode())
+    return failure.exit_status or 1
+
+
+def _abort_default_group(failure: RankFailure) -> None:
+    """Peers leave their collectives at once. `basics` is asked only when the user's code has loaded it."""
+    basics = sys.modules.get("hvd_core.basics")
+    if basics is None or failure.echo:
+        return
+    with contextlib.suppress(Exception):
+        if basics.is_initialized():
+            basics.default_group().abort(failure.headline())
+
+
+def _pickled_exception(error: BaseException) -> bytes:
+    from . import pickler
+
+    try:
+        pickled = pickler.dumps(error)
+    except Exception:  # noqa: BLE001  its record says enough
+        return b""
+    return pickled if len(pickled) <= _MAX_EXCEPTION_NBYTES else b""
+
+
+def _where(fn: Any) -> str:
+    code = getattr(fn, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

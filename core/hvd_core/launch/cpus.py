@@ -34,8 +34,8 @@ def usable_cpus() -> int:
 def cgroup_quota(membership: Path, mount: Path) -> float | None:
     """The smallest CPU quota (in CPUs) between our cgroup and the root of `mount`; None: no limit.
 
-    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`). In a container the path in `membership` may
-    be the host's and not exist below `mount`; the root of `mount` is then our own cgroup.
+    Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`). In a container the path in `membership`
+    may be the host's and not exist below `mount`; the root of `mount` is then our own cgroup.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -71,7 +71,8 @@ def _quota_of(directory: Path) -> list[float]:
 
 
 def threads_per_rank(cpus_per_rank: int | None, num_proc: int, environ: Mapping[str, str], cpus: int) -> int:
-    """Compute threads of one rank: what was asked for, else OMP_NUM_THREADS, else an equal share of `cpus`."""
+    """Compute threads of one rank: what was asked for, else OMP_NUM_THREADS, else an equal share of
+    `cpus`."""
     if cpus_per_rank is not None:
         return cpus_per_rank
     asked = environ.get("OMP_NUM_THREADS", "")

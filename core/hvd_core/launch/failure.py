@@ -5,8 +5,7 @@ from __future__ import annotations
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from socket import gethostname
 
 from ..errors import HvdError, RankFailure
@@ -14,15 +13,15 @@ from .pickling import type_name
 
 MAX_TRACEBACK_LINES = 40
 _MAX_MESSAGE_CHARS = 2000
-_OURS = str(Path(__file__).parents[1]) + "/"
+_OURS = ("/hvd_core/", "/hvd_spark/", "/hvd_ray/")
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen "}
 )
 
 
 def describe(error: BaseException, rank: int) -> RankFailure:
-    """`error`, caught in rank `rank`, as a record. Frames of hvd and of what starts a rank are left out; `where`
-    is the innermost line of the user's own files."""
+    """`error`, caught in rank `rank`, as a record. Frames of hvd and of what starts a rank are left out;
+    `where` is the innermost line of the user's own files."""
     formatted = traceback.TracebackException.from_exception(error, capture_locals=False)
     own = _user_line(formatted.stack)
     _drop_our_frames(formatted, set())
@@ -47,13 +46,14 @@ def _exception_name(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception as broken:  # a user's __str__
+    except Exception as broken:  # noqa: BLE001  a user's __str__
         text = f"<str() of this {type(error).__name__} raised {type(broken).__name__}>"
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]} ..."
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it was raised from or while handling: `except PeerLost: raise Mine` is still an echo."""
+    """The exception and what it was raised from or while handling: `except PeerLost: raise Mine` is still an
+    echo."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -62,8 +62,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
 
 
+def without_our_frames(lines: Iterable[str]) -> list[str]:
+    """The same for the text that `faulthandler` prints at a crash."""
+    return [line for line in lines if not ('File "' in line and _is_ours(line.partition('File "')[2]))]
+
+
 def _is_ours(filename: str) -> bool:
-    return filename.startswith((_OURS, "<frozen "))
+    return filename.startswith("<frozen ") or any(part in filename for part in _OURS)
 
 
 def _user_line(stack: traceback.StackSummary) -> str:
@@ -79,7 +84,11 @@ def _drop_our_frames(formatted: traceback.TracebackException, seen: set[int]) ->
     seen.add(id(formatted))
     kept = [frame for frame in formatted.stack if not _is_ours(frame.filename)]
     formatted.stack = traceback.StackSummary.from_list(kept)
-    for inner in (formatted.__cause__, formatted.__context__, *(getattr(formatted, "exceptions", None) or ())):
+    for inner in (
+        formatted.__cause__,
+        formatted.__context__,
+        *(getattr(formatted, "exceptions", None) or ()),
+    ):
         if inner is not None:
             _drop_our_frames(inner, seen)
 
@@ -94,6 +103,10 @@ def _shortened(text: str) -> str:
     return "\n".join([*lines[:head], left_out, *lines[-tail:]])
 
 
-def exit_failure(status: int, rank: int) -> RankFailure:
-    """The record of a rank that left with `sys.exit(status)`."""
-    return RankFailure(rank=rank, kind="exit", exit_status=status, host=gethostname(), at=time.time())
+def exit_failure(leaving: SystemExit, rank: int) -> RankFailure:
+    """The record of a rank that left with `sys.exit(...)`; as in Python, text means status 1."""
+    status = leaving.code if isinstance(leaving.code, int) else 1
+    text = "" if isinstance(leaving.code, int) else f"sys.exit({_shortened(str(leaving.code))!r})"
+    return RankFailure(
+        rank=rank, kind="exit", exit_status=status & 0xFF, traceback=text, host=gethostname(), at=time.time()
+    )

@@ -11,8 +11,8 @@ PROGRESS_INTERVAL_S = 2.0
 class LineSplitter:
     """Cuts one stream into lines; bytes that are not UTF-8 appear as \\xNN.
 
-    Of a line that was overwritten with carriage returns the last state counts, as on a terminal; while it goes
-    on, one state every `PROGRESS_INTERVAL_S` is a line.
+    Of a line that was overwritten with carriage returns the last state counts, as on a terminal; while it
+    goes on, one state every `PROGRESS_INTERVAL_S` is a line.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,7 @@ class LineSplitter:
     def feed(self, data: bytes, now: float) -> list[str]:
         """The lines that `data` completes. `now`: any monotonic clock, seconds."""
         *ends, rest = data.split(b"\n")
-        lines = []
-        for end in ends:
-            lines.append(_last_state(self._take() + end))
+        lines = [_last_state(self._take() + end) for end in ends]
         self._pieces.append(rest)
         self._nbytes += len(rest)
         if self._nbytes >= MAX_LINE_NBYTES:

@@ -21,8 +21,10 @@ from .template_process import Template
 T = TypeVar("T")
 Env = Mapping[str, str] | Callable[[int], Mapping[str, str]] | None
 
-#: Imported by the template, when this process has them, so that N ranks do not import them N times.
-PRELOAD = ("numpy", "torch", "hvd_core.group", "hvd_core.world", "hvd_core.torch")
+#: Imported by the template so that N ranks do not import them N times: what every rank needs, ...
+PRELOAD = ("hvd_core.group", "hvd_core.world")
+#: ... and what this process has, and is safe to fork.
+PRELOAD_IF_HERE = ("numpy", "torch", "hvd_core.torch")
 #: An echo (a lost peer) is not the cause; that must be heard of within this time.
 _CAUSE_WITHIN_S = 2.0
 
@@ -40,37 +42,40 @@ def run(
 ) -> list[T]:
     """Runs `fn(*args, **kwargs)` on `num_proc` ranks of this machine; returns their results by rank.
 
-    Each rank is a process of its own; in it `hvd.init()` finds the others. This process is never forked, so this
-    works in notebooks and in scripts without `if __name__ == "__main__"`, and from any thread. Functions and
-    classes of `__main__` are sent by value, those of importable modules by name.
+    Each rank is a process of its own; in it `hvd.init()` finds the others. This process is never forked, so
+    this works in notebooks and in scripts without `if __name__ == "__main__"`, and from any thread. Functions
+    and classes of `__main__` are sent by value, those of importable modules by name.
 
-    env: changes to this process's environment, the same for all ranks or `env(rank)`; visible before anything of
+    env: changes to this process's environment, the same for all ranks or `env(rank)`; visible before anything
+    of
         the user is imported.
     cpus_per_rank: compute threads of one rank. By default `OMP_NUM_THREADS`, else an equal share of the CPUs
         this process may use (affinity mask, cgroup quota).
-    output: text file for the lines the ranks print, each with the prefix "[rank] "; None: this process's stdout
+    output: text file for the lines the ranks print, each with the prefix "[rank] "; None: this process's
+    stdout
         and stderr.
     timeout_s: all ranks must be done after this long.
 
-    When a rank fails, the others are ended and `RankFailed` is raised with the first cause, from the rank's own
-    exception when it can be unpickled here. Also raised: NotPicklable (names the variable) and InvalidArgument
-    before anything is started, LaunchFailed, LaunchTimeout. Ctrl-C ends the ranks and goes on as
-    KeyboardInterrupt. No process, thread or descriptor is left behind, whichever way this ends.
+    When a rank fails, the others are ended and `RankFailed` is raised with the first cause, from the rank's
+    own exception when it can be unpickled here. Also raised: NotPicklable (names the variable) and
+    InvalidArgument before anything is started, LaunchFailed, LaunchTimeout. Ctrl-C ends the ranks and goes on
+    as KeyboardInterrupt. No process, thread or descriptor is left behind, whichever way this ends.
     """
     envs = _checked_envs(num_proc, env, cpus_per_rank)
     payload = dumps(fn, args, kwargs)
     if not sys.platform.startswith("linux"):
         if num_proc != 1:
-            raise InvalidArgument(f"num_proc={num_proc}: more than one rank works on Linux only, this is {sys.platform}")
+            raise InvalidArgument(
+                f"num_proc={num_proc}: more than one rank works on Linux only, this is {sys.platform}"
+            )
         return [fn(*args, **(kwargs or {}))]
     threads = threads_per_rank(cpus_per_rank, num_proc, os.environ, usable_cpus())
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    preload = [name for name in PRELOAD if name in sys.modules]
+    preload = [*PRELOAD, *(name for name in PRELOAD_IF_HERE if name in sys.modules)]
     ranks: list[RankProcess] = []
     with Template.start(preload, thread_env(threads)) as template:
         try:
-            for extra in envs:
-                ranks.append(template.fork(payload, env=extra, threads=threads))
+            ranks.extend(template.fork(payload, env=extra, threads=threads) for extra in envs)
             return _Job(ranks, _Printer(output), timeout_s, deadline).results()
         finally:
             end_ranks(ranks)
@@ -79,13 +84,22 @@ def run(
 
 
 def _checked_envs(num_proc: int, env: Env, cpus_per_rank: int | None) -> list[dict[str, str]]:
-    for name, value in (("num_proc", num_proc), ("cpus_per_rank", 1 if cpus_per_rank is None else cpus_per_rank)):
+    for name, value in (
+        ("num_proc", num_proc),
+        ("cpus_per_rank", 1 if cpus_per_rank is None else cpus_per_rank),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidArgument(f"{name} must be a whole number of at least 1, not {value!r}")
     envs = [dict((env(rank) if callable(env) else env) or {}) for rank in range(num_proc)]
     for rank, extra in enumerate(envs):
         for key, value in extra.items():
-            if not isinstance(key, str) or not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
+            if (
+                not isinstance(key, str)
+                or not isinstance(value, str)
+                or not key
+                or "=" in key
+                or "\0" in key + value
+            ):
                 raise InvalidArgument(f"env of rank {rank}: {key!r}: {value!r} is not a name and a string")
     return envs
 
@@ -112,7 +126,9 @@ class _Printer:
 class _Job:
     """The ranks of one `run`, until the first failure or the last result."""
 
-    def __init__(self, ranks: list[RankProcess], printer: _Printer, timeout_s: float | None, deadline: float | None):
+    def __init__(
+        self, ranks: list[RankProcess], printer: _Printer, timeout_s: float | None, deadline: float | None
+    ):
         self._ranks = ranks
         self._printer = printer
         self._timeout_s = timeout_s
@@ -180,7 +196,9 @@ class _Job:
         end_ranks(self._ranks)
         self._poll()
         who = f"rank {late[0]} was" if len(late) == 1 else f"ranks {', '.join(late)} were"
-        raise LaunchTimeout(f"{who} not done after {self._timeout_s:g} s (timeout_s={self._timeout_s:g}) and ended")
+        raise LaunchTimeout(
+            f"{who} not done after {self._timeout_s:g} s (timeout_s={self._timeout_s:g}) and ended"
+        )
 
     def _unpickled(self, rank: int) -> Any:
         try:
@@ -202,6 +220,6 @@ def _loads_or_none(exception: bytes) -> BaseException | None:
         return None
     try:
         value = pickle.loads(exception)
-    except Exception:
+    except Exception:  # noqa: BLE001  its record says enough
         return None
     return value if isinstance(value, BaseException) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pickle
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,21 +20,21 @@ def dumps(fn: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = 
     """The payload of a rank: `(fn, args, kwargs)`. The receiver needs `pickle.loads` only.
 
     Functions and classes of `__main__`, and local ones, travel by value with what they use; others by name.
-    Raises NotPicklable with the path of the first variable that does not pickle ("global 'lock' used by train");
-    warns (UserWarning) with the names and sizes of variables above 50 MB.
+    Raises NotPicklable with the path of the first variable that does not pickle ("global 'lock' used by
+    train"); warns (UserWarning) with the names and sizes of variables above 50 MB.
     """
-    import cloudpickle
-
     if not callable(fn):
         raise InvalidArgument(f"expected a function to run on the ranks, not {type(fn).__name__}")
+    from . import pickler
+
     job = (fn, tuple(args), dict(kwargs or {}))
     try:
-        payload: bytes = cloudpickle.dumps(job)
+        payload = pickler.dumps(job)
     except Exception as error:
         path, value, why = _first_unpicklable(fn, job, error)
         raise NotPicklable(
-            f"{function_name(fn)} cannot be sent to the ranks: {path} is a {type_name(type(value))}, which does not "
-            f"pickle ({type(why).__name__}: {_one_line(why)}). Create it inside the function."
+            f"{function_name(fn)} cannot be sent to the ranks: {path} is a {type_name(type(value))}, "
+            f"which does not pickle ({type(why).__name__}: {_one_line(why)}). Create it inside the function."
         ) from error
     if len(payload) > LARGE_NBYTES:
         _warn_of_large(fn, job, len(payload))
@@ -43,11 +42,12 @@ def dumps(fn: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = 
 
 
 def dumps_result(fn: Any, result: Any) -> bytes:
-    """What `fn` returned, on its way back. Raises NotPicklable with the path of the part that does not pickle."""
-    import cloudpickle
+    """What `fn` returned, on its way back. Raises NotPicklable with the path of the part that does not
+    pickle."""
+    from . import pickler
 
     try:
-        return bytes(cloudpickle.dumps(result))
+        return pickler.dumps(result)
     except Exception as error:
         path, value, why = _descend("its result", result, error, 0, set())
         raise NotPicklable(
@@ -61,7 +61,11 @@ def function_name(fn: Any) -> str:
 
 
 def type_name(cls: type) -> str:
-    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__
+        if cls.__module__ in ("builtins", "__main__")
+        else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 def _one_line(error: BaseException) -> str:
@@ -111,7 +115,7 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         name = function_name(value)
         for variable, part in _globals_used(value):
             yield f"global {variable!r} used by {name}", part
-        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             with_content = _cell_content(cell)
             if with_content:
                 yield f"closure variable {variable!r} of {name}", with_content[0]
@@ -164,43 +168,30 @@ def _globals_used(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, fn.__globals__[name]
 
 
-class _Counter:
-    """A file that keeps no bytes."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.nbytes += size
-        return size
-
-
-def _pickled_nbytes(value: Any) -> int:
-    import cloudpickle
-
-    counter = _Counter()
-    cloudpickle.Pickler(counter, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    return counter.nbytes
-
-
 def _why_not(value: Any) -> BaseException | None:
+    from .pickler import pickled_nbytes
+
     try:
-        _pickled_nbytes(value)
-    except Exception as error:
+        pickled_nbytes(value)
+    except Exception as error:  # noqa: BLE001  any exception says that it does not pickle
         return error
     return None
 
 
 def _warn_of_large(fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]], nbytes: int) -> None:
+    from .pickler import pickled_nbytes
+
     found: list[tuple[int, str]] = []
 
     def look(path: str, value: Any, depth: int) -> None:
-        if isinstance(value, types.FunctionType | types.MethodType | functools.partial) and depth < _MAX_DEPTH:
+        if (
+            isinstance(value, types.FunctionType | types.MethodType | functools.partial)
+            and depth < _MAX_DEPTH
+        ):
             for part_path, part in _parts(path, value):
                 look(part_path, part, depth + 1)
         elif not isinstance(value, type | types.ModuleType):
-            size = _pickled_nbytes(value)
+            size = pickled_nbytes(value)
             if size > LARGE_NBYTES // 10:
                 found.append((size, path))
 
@@ -208,8 +199,8 @@ def _warn_of_large(fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]], nb
         look(path, value, 0)
     names = ", ".join(f"{path} ({_megabytes(size)})" for size, path in sorted(found, reverse=True)[:5])
     warnings.warn(
-        f"{function_name(fn)} and its arguments are {_megabytes(nbytes)} when pickled, and every rank gets a copy: "
-        f"{names or 'many variables'}. Load large data inside the function.",
+        f"{function_name(fn)} and its arguments are {_megabytes(nbytes)} when pickled, and every rank gets a "
+        f"copy: {names or 'many variables'}. Load large data inside the function.",
         stacklevel=4,
     )
 

@@ -1,7 +1,7 @@
 """One rank, seen from its supervisor. Linux only.
 
-Nothing here starts a thread or blocks without a deadline. A `RankProcess` belongs to one thread at a time; ranks
-of one `Template` may belong to different threads.
+Nothing here starts a thread or blocks without a deadline. A `RankProcess` belongs to one thread at a time;
+ranks of one `Template` may belong to different threads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import LaunchFailed, LaunchTimeout, RankFailed, RankFailure
 from . import wire
 from .events import Assignment, Event, Failed, Output, Report, Result
+from .failure import without_our_frames
 from .lines import LineSplitter
 
 #: A rank that has said how it ended (or closed its channel) must be gone after this long, or it is killed.
@@ -33,6 +34,7 @@ KILL_GRACE_S = 0.1
 _GONE_S = 10.0
 #: The last lines on stderr of a rank that died without a word are part of its failure.
 _STDERR_LINES = 20
+#: Read from a stream in one `poll()`; more than a pipe or socket holds, so one read empties a dead rank's.
 _READ_NBYTES = 1 << 20
 #: Sent from outside to a process that did nothing wrong; another attempt can help.
 _RETRYABLE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -41,15 +43,22 @@ _RETRYABLE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGI
 class RankProcess:
     """One rank. Wait for it with `multiprocessing.connection.wait([rank, ...], timeout)`, then `poll()` it.
 
-    Call `poll()` at least about once a second also when nothing is ready: it enforces the deadlines (a rank that
-    has reported its end and does not exit is killed). `rank` is -1 until `assign`.
+    Call `poll()` at least about once a second also when nothing is ready: it enforces the deadlines (a rank
+    that has reported its end and does not exit is killed). `rank` is -1 until `assign`.
     """
 
-    def __init__(self, control: socket.socket, stdout: int, stderr: int, status: int, why_lost: Callable[[], str]):
+    def __init__(
+        self, control: socket.socket, stdout: int, stderr: int, status: int, why_lost: Callable[[], str]
+    ):
         self.rank = -1
         self._control = wire.Channel(control)
         control_fd = control.fileno()
-        self._open: dict[int, str] = {control_fd: "control", stdout: "stdout", stderr: "stderr", status: "status"}
+        self._open: dict[int, str] = {
+            control_fd: "control",
+            stdout: "stdout",
+            stderr: "stderr",
+            status: "status",
+        }
         self._epoll = select.epoll()
         for fd in self._open:
             os.set_blocking(fd, fd == control_fd)
@@ -76,7 +85,8 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, and id of the process group. Waits until the template has forked (it may still import)."""
+        """Process id, and id of the process group. Waits until the template has forked (it may still
+        import)."""
         self._wait_until(lambda: self._pid is not None, 60.0, "the rank to be forked")
         assert self._pid is not None
         return self._pid
@@ -95,12 +105,15 @@ class RankProcess:
 
         Raises RankFailed when it ended before, LaunchTimeout.
         """
-        self._wait_until(lambda: self._endpoint is not None, timeout_s, "the rank to unpickle its function and listen")
+        self._wait_until(
+            lambda: self._endpoint is not None, timeout_s, "the rank to unpickle its function and listen"
+        )
         assert self._endpoint is not None
         return self._endpoint
 
     def assign(self, world: Assignment) -> None:
-        """Tells the rank its place; it sets `hvd_core.world` and runs its function. A dead rank is no error here."""
+        """Tells the rank its place; it sets `hvd_core.world` and runs its function. A dead rank is no error
+        here."""
         self.rank = world.rank
         with contextlib.suppress(OSError):
             self._control.send(wire.ASSIGN, world.to_json().encode())
@@ -112,8 +125,8 @@ class RankProcess:
         return events
 
     def kill(self, grace_s: float = KILL_GRACE_S) -> None:
-        """Ends the rank and its process group: SIGTERM, after `grace_s` SIGKILL. Idempotent. `poll()` then gives
-        what was left, and `Failed(kind="ended")` unless it had ended by itself."""
+        """Ends the rank and its process group: SIGTERM, after `grace_s` SIGKILL. Idempotent. `poll()` then
+        gives what was left, and `Failed(kind="ended")` unless it had ended by itself."""
         end_ranks([self], grace_s)
 
     def close(self) -> None:
@@ -126,7 +139,8 @@ class RankProcess:
     # -- what follows is internal --------------------------------------------------------------------------
 
     def _signal(self, number: int) -> None:
-        """To the whole process group. Only while the template has not reaped the rank, so the id is still its."""
+        """To the whole process group. Only while the template has not reaped the rank, so the id is still
+        its."""
         if self._pid is not None and self._exit is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, number)
@@ -139,9 +153,10 @@ class RankProcess:
                 return
             ending = self._waiting[-1] if self._waiting else None
             if isinstance(ending, Failed):
-                raise RankFailed(ending.failure)
-            if self._finished:
-                raise LaunchFailed(f"waiting for {what}, but it has ended")
+                lost = ending.failure.kind == "lost"
+                raise LaunchFailed(ending.failure.message) if lost else RankFailed(ending.failure)
+            if self._finished or self._epoll.closed:
+                raise LaunchFailed(f"waited for {what}, but it has ended")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise LaunchTimeout(f"waited {timeout_s:g} s for {what}")
@@ -155,11 +170,7 @@ class RankProcess:
         self._read_status()
         gone = self._exit is not None
         for name in ("control", "stdout", "stderr"):
-            more = True
-            while more:
-                found, more = self._read_stream(name)
-                events += found
-                more = more and gone
+            events += self._read_stream(name)
         if gone:
             events += self._finish()
         elif self._kill_at is not None and time.monotonic() >= self._kill_at and not self._overdue:
@@ -186,11 +197,10 @@ class RankProcess:
             if self._exit is None:
                 self._exit = {"lost": self._why_lost()}
 
-    def _read_stream(self, name: str) -> tuple[list[Event], bool]:
-        """Reads one bounded piece; True: there may be more."""
+    def _read_stream(self, name: str) -> list[Event]:
         fd = self._fd(name)
         if fd is None:
-            return [], False
+            return []
         if name == "control":
             data, eof = self._control.receive_available(_READ_NBYTES)
             events = [e for frame in self._frames.feed(data) if (e := self._take(*frame)) is not None]
@@ -201,7 +211,7 @@ class RankProcess:
             self._shut(name)
             if name == "control" and self._kill_at is None:
                 self._kill_at = time.monotonic() + FAILED_EXIT_GRACE_S
-        return events, bool(data) and not eof
+        return events
 
     def _take(self, kind: bytes, data: bytes) -> Event | None:
         grace_s = FAILED_EXIT_GRACE_S
@@ -233,7 +243,7 @@ class RankProcess:
         for name, splitter in self._splitters.items():
             events += self._lines(name, splitter.finish())
         if self._overdue and isinstance(self._ending, Result):
-            text = f"hvd: the process did not exit within {EXIT_GRACE_S:g} s after its function returned; killed it"
+            text = f"hvd: this rank did not exit within {EXIT_GRACE_S:g} s of its return; killed"
             events.append(Output(text, "stderr"))
         events.append(self._ending if self._ending is not None else Failed(self._death()))
         self._finished = True
@@ -244,28 +254,26 @@ class RankProcess:
     def _death(self) -> RankFailure:
         """How it ended, when it said nothing itself."""
         assert self._exit is not None
-        said = "".join(f"\n  {line}" for line in self._stderr_tail)
-        about: dict[str, Any] = {
-            "rank": self.rank,
-            "host": socket.gethostname(),
-            "at": self._exit.get("at", time.time()),
-            "traceback": f"its last lines on stderr:{said}" if said else "",
-        }
+        record = partial(
+            RankFailure, self.rank, host=socket.gethostname(), at=self._exit.get("at", time.time())
+        )
         if self._ended_by_us:
-            return RankFailure(kind="ended", **about | {"traceback": ""})
-        if "lost" in self._exit:
-            return RankFailure(kind="lost", message=self._exit["lost"], **about | {"traceback": self._exit["lost"]})
-        if "error" in self._exit:
-            message = f"the rank could not be forked: {self._exit['error']}"
-            return RankFailure(kind="lost", message=message, **about | {"traceback": message})
+            return record("ended")
+        if "status" not in self._exit:
+            why = self._exit["lost"]
+            return record("lost", message=why, traceback=why)
         status = self._exit["status"]
-        if status >= 0:
-            if status == 0:
-                about["traceback"] = f"before its function returned\n{about['traceback']}".rstrip()
-            return RankFailure(kind="exit", exit_status=status, **about)
+        notes = []
+        if status == 0:
+            notes.append("before its function returned")
         if self._overdue:
-            about["traceback"] = f"It closed its channel without a result and did not exit.\n{about['traceback']}"
-        return RankFailure(kind="signal", signal=-status, retryable=-status in _RETRYABLE_SIGNALS, **about)
+            notes.append("it closed its channel without a result and did not exit")
+        if said := without_our_frames(self._stderr_tail):
+            notes += ["its last lines on stderr:", *(f"  {line}" for line in said)]
+        if status >= 0:
+            return record("exit", exit_status=status, traceback="\n".join(notes))
+        retryable = -status in _RETRYABLE_SIGNALS and not self._overdue
+        return record("signal", signal=-status, retryable=retryable, traceback="\n".join(notes))
 
     def _fd(self, name: str) -> int | None:
         return next((fd for fd, n in self._open.items() if n == name), None)
@@ -284,14 +292,15 @@ class RankProcess:
 
 
 def end_ranks(ranks: Sequence[RankProcess], grace_s: float = KILL_GRACE_S) -> None:
-    """Ends several ranks together: SIGTERM to all, SIGKILL after `grace_s` to what is left, then waits until they
-    are gone. What they still said is kept for `poll()`."""
+    """Ends several ranks together: SIGTERM to all, SIGKILL after `grace_s` to what is left, then waits until
+    they are gone. What they still said is kept for `poll()`. A rank that is not forked yet is killed by the
+    `poll()` that hears of it."""
     for rank in ranks:
         rank._waiting += rank._read()
         rank._ended_by_us = rank._ended_by_us or rank._exit is None
         rank._signal(signal.SIGTERM)
     for number, patience_s in ((None, grace_s), (signal.SIGKILL, _GONE_S)):
-        living = [rank for rank in ranks if not rank._finished]
+        living = [rank for rank in ranks if not rank._finished and rank._pid is not None]
         if number is not None:
             for rank in living:
                 rank._signal(number)

@@ -73,6 +73,7 @@ class Template:
             "env": environ,
             "sys_path": list(sys.path if sys_path is None else sys_path),
             "cwd": os.getcwd(),
+            "argv": sys.argv,
             "preload": list(preload),
         }
         try:
@@ -103,7 +104,12 @@ class Template:
         message = json.dumps({"env": dict(env or {}), "threads": threads}).encode()
         try:
             with self._lock:
-                given = [self._payload_fd(payload), rank_control.fileno(), *(write for _, write in pipes), *fds]
+                given = [
+                    self._payload_fd(payload),
+                    rank_control.fileno(),
+                    *(write for _, write in pipes),
+                    *fds,
+                ]
                 self._channel.send(wire.FORK, message, given)
         except BaseException as error:
             control.close()
@@ -129,7 +135,7 @@ class Template:
             self._closed = True
             self._channel.close()
             try:
-                self._process.wait(1.0)
+                self._process.wait(0.5)
             except subprocess.TimeoutExpired:  # busy in an import, or stopped; its ranks die with it
                 self._process.kill()
                 self._process.wait()
@@ -161,9 +167,15 @@ class Template:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         status = self._process.poll()
-        said = os.pread(self._stderr, 1 << 20, 0)[-2000:].decode(errors="backslashreplace") if not self._closed else ""
+        said = (
+            os.pread(self._stderr, 1 << 20, 0)[-2000:].decode(errors="backslashreplace")
+            if not self._closed
+            else ""
+        )
         how = "was closed" if self._closed else f"ended with status {status}"
-        return f"the process that ranks are forked from {how}" + (f":\n{said.strip()}" if said.strip() else "")
+        return f"the process that ranks are forked from {how}" + (
+            f":\n{said.strip()}" if said.strip() else ""
+        )
 
 
 def exec_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -176,8 +188,8 @@ def exec_env(environ: Mapping[str, str]) -> dict[str, str]:
     room = 96 << 10
     chosen = {}
     for name, value in sorted(environ.items(), key=lambda item: (not first(item[0]), len(item[1]))):
-        room -= len(os.fsencode(name)) + len(os.fsencode(value)) + 2
-        if room < 0:
-            break
-        chosen[name] = value
+        nbytes = len(os.fsencode(name)) + len(os.fsencode(value)) + 2
+        if nbytes <= room:
+            room -= nbytes
+            chosen[name] = value
     return chosen

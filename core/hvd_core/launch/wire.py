@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 _HEADER = struct.Struct("<cQ")
 _MAX_FDS = 250  # the kernel passes at most 253 descriptors with one message
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 # supervisor -> template
 SETUP = b"S"  # json: environment, sys.path, working directory, modules to import
@@ -52,7 +53,7 @@ class Channel:
     def receive(self) -> tuple[bytes, bytes, list[int]] | None:
         """The next frame and its descriptors; None when the other end is gone, also in mid-frame."""
         try:
-            start, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS + 3)
+            start, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS, _CLOEXEC)
             header = start + self._exactly(_HEADER.size - len(start)) if start else b""
             if len(header) < _HEADER.size:
                 return None
@@ -102,7 +103,8 @@ class FrameReader:
 
 
 def drain(read: Callable[[int], bytes], limit: int) -> tuple[bytes, bool]:
-    """Calls a `read` that never blocks until it is empty or gave about `limit` bytes; True: its writers are gone."""
+    """Calls a `read` that never blocks until it is empty or gave about `limit` bytes; True: its writers are
+    gone."""
     pieces: list[bytes] = []
     room = limit
     while room > 0:
