@@ -85,6 +85,10 @@ class DataError(HvdError, ValueError):
     """The rows are not what was declared: nulls, ragged shapes, no rows. Names the column and the count."""
 
 
+class LossError(HvdError, ValueError):
+    """The loss is NaN, is not a scalar, or cannot compare output and label. Names rank, epoch and step."""
+
+
 class RowsLost(HvdError, RuntimeError):
     """The ranks saw another number of rows than the engine sent."""
 

@@ -1,46 +1,219 @@
-"""Rows packed once into memory-mapped blocks, and batches gathered from them."""
+"""The rows of one rank, packed once into memory-mapped blocks from which batches are gathered.
+
+One anonymous file for each block (a model input, a label, the weights, the validation marks), row-major. It has no
+name, so nothing is left when the processes that hold it end, however they end.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
+from .._native import gather_rows, hash_rows, sort_by_hash
+from ..errors import DataError
 from .columns import Layout
+from .pack import Packer
+
+#: Only tells equal rows from different ones; any value serves as long as all runs use the same.
+_HASH_SEED = 0x68766421
 
 
 @dataclass(frozen=True)
+class ShardBlock:
+    """One block as it lies in its file: rows of `shape` and numpy dtype `dtype`, end to end."""
+
+    role: str
+    name: str
+    columns: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def row_nbytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass
 class PackedShard:
-    """A finished shard: descriptors (to be inherited by the rank, then closed by the owner), how to read them."""
+    """A finished shard: one descriptor for each block, to be inherited by the rank; `close` drops this owner's."""
 
     fds: list[int]
     description: bytes
     rows: int
+    #: Bytes of all blocks, and whether they went to a file because memory_bytes was passed.
+    nbytes: int = 0
+    spilled: bool = False
 
     def close(self) -> None:
-        """Closes the descriptors; the rows are gone once nobody has them mapped."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def default_memory_bytes(ranks_on_host: int = 1) -> int:
+    """Half of what this host, or the cgroup we are in, has free, divided by the ranks that share it."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        own = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))[3:]
+        for group in (own, "/"):
+            folder = Path("/sys/fs/cgroup" + group)
+            if (folder / "memory.max").exists() and (
+                limit := (folder / "memory.max").read_text().strip()
+            ) != "max":
+                free = min(free, int(limit) - int((folder / "memory.current").read_text()))
+                break
+    return max(0, free) // 2 // max(1, ranks_on_host)
 
 
 class ShardWriter:
-    """Packs record batches with `layout.schema`. Memory up to `memory_bytes`, above that an unlinked file in
-    `directory`. Raises DataError (nulls, ragged rows) naming the column."""
+    """Packs record batches of `layout.schema` as they arrive. Not thread-safe.
+
+    Up to `memory_bytes` (None: `default_memory_bytes()`) the blocks stay in memory, above that they move to
+    unlinked files in `directory` (None: the system's). `write` and `finish` raise DataError naming the column; the
+    writer is then to be closed.
+    """
 
     def __init__(self, layout: Layout, *, memory_bytes: int | None = None, directory: str | None = None):
-        raise NotImplementedError
+        self._packer = Packer(layout)
+        self._memory_bytes = default_memory_bytes() if memory_bytes is None else memory_bytes
+        self._directory = directory or tempfile.gettempdir()
+        self._fds = [os.memfd_create(f"hvd-shard-{b.role}") for b in layout.blocks]
+        self._spilled = False
+        self.rows = 0
+        self.nbytes = 0
 
-    def write(self, batch: pa.RecordBatch) -> None: ...
+    def write(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        arrays = self._packer.pack(batch)
+        self.nbytes += sum(a.nbytes for a in arrays)
+        if self.nbytes > self._memory_bytes and not self._spilled:
+            self._spill()
+        for fd, array in zip(self._fds, arrays, strict=True):
+            _write(fd, array)
+        self.rows += batch.num_rows
 
     def finish(self) -> PackedShard:
-        raise NotImplementedError
+        """The shard; the writer is used up."""
+        self._packer.check()
+        blocks = []
+        for block, dtype, shape in zip(
+            self._packer.blocks, self._packer.dtypes, self._packer.shapes, strict=True
+        ):
+            blocks.append(
+                {
+                    "role": block.role,
+                    "name": block.name,
+                    "columns": block.columns,
+                    "dtype": dtype,
+                    "shape": shape,
+                }
+            )
+        description = json.dumps({"rows": self.rows, "blocks": blocks}).encode()
+        fds, self._fds = self._fds, []
+        return PackedShard(fds, description, self.rows, self.nbytes, self._spilled)
 
     def close(self) -> None:
-        """Drops everything written so far."""
+        """Drops everything written, unless `finish` has handed it on. May be called twice."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _spill(self) -> None:
+        for i, memory in enumerate(self._fds):
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                left, at = os.fstat(memory).st_size, 0
+                while at < left:
+                    at += os.sendfile(file.fileno(), memory, at, left - at)
+                self._fds[i] = os.dup(file.fileno())
+            os.close(memory)
+        self._spilled = True
+
+
+def _write(fd: int, array: np.ndarray) -> None:
+    data = memoryview(array.reshape(-1).view(np.uint8))
+    while data.nbytes:
+        data = data[os.write(fd, data) :]
 
 
 class Shard:
-    rows: int
-    fingerprint: str
+    """The rows of this rank, mapped read-only. Any number of processes may attach the same descriptors.
+
+    blocks: inputs, labels, weight, validation, as in the layout. An empty shard has blocks without shapes.
+    """
+
+    def __init__(self, rows: int, blocks: Sequence[ShardBlock], maps: Sequence[np.ndarray]):
+        self.rows = rows
+        self.blocks = tuple(blocks)
+        self._maps = tuple(maps)
+        self._hashes: np.ndarray | None = None
 
     @classmethod
-    def attach(cls, fds: list[int], description: bytes) -> Shard:
-        raise NotImplementedError
+    def attach(cls, fds: Sequence[int], description: bytes) -> Shard:
+        """The descriptors can be closed afterwards."""
+        head = json.loads(description)
+        rows = int(head["rows"])
+        blocks = [
+            ShardBlock(
+                b["role"], b["name"], tuple(b["columns"]), b["dtype"] or "float32", tuple(b["shape"] or ())
+            )
+            for b in head["blocks"]
+        ]
+        if not rows:
+            return cls(0, blocks, [np.empty(0, np.uint8) for _ in blocks])
+        maps = []
+        for fd, block in zip(fds, blocks, strict=True):
+            nbytes = rows * block.row_nbytes
+            if os.fstat(fd).st_size != nbytes:
+                raise DataError(
+                    f"shard block {block.name!r} has {os.fstat(fd).st_size} bytes instead of {nbytes}"
+                )
+            maps.append(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8))
+        return cls(rows, blocks, maps)
+
+    def of_role(self, role: str) -> list[int]:
+        """Indices of the blocks with this role."""
+        return [i for i, b in enumerate(self.blocks) if b.role == role]
+
+    def block(self, i: int) -> np.ndarray:
+        """Block i as a read-only array (rows, *shape) over the mapping."""
+        b = self.blocks[i]
+        return self._maps[i].view(b.dtype).reshape(self.rows, *b.shape)
+
+    def gather(self, index: np.ndarray, out: Sequence[np.ndarray], which: Sequence[int]) -> None:
+        """Rows `index` (int64) of the blocks `which` into the C-contiguous arrays `out`, of len(index) rows each."""
+        for i, target in zip(which, out, strict=True):
+            if len(index):
+                gather_rows(
+                    self._maps[i], self.blocks[i].row_nbytes, index, target.reshape(-1).view(np.uint8)
+                )
+
+    def sorted_order(self) -> np.ndarray:
+        """Row numbers in the order of a 128-bit hash of each row: the same however the rows arrived. int64."""
+        return sort_by_hash(self._row_hashes())
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal rows in any order."""
+        hashes = self._row_hashes()
+        order = sort_by_hash(hashes)
+        return hashlib.sha256(np.ascontiguousarray(hashes[order]).tobytes()).hexdigest()[:32]
+
+    def _row_hashes(self) -> np.ndarray:
+        if self._hashes is None:
+            if not self.rows:
+                return np.empty((0, 2), np.uint64)
+            blocks = [(m, b.row_nbytes) for m, b in zip(self._maps, self.blocks, strict=True)]
+            self._hashes = hash_rows(blocks, self.rows, _HASH_SEED)
+        return self._hashes
