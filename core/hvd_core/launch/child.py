@@ -117,9 +117,11 @@ def _set_up_process(job: Job) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ.update(thread_env(job.threads) | job.env)
     if (torch := sys.modules.get("torch")) is not None:  # read its environment when it was imported
-        torch.set_num_threads(job.threads)
+        asked = os.environ["OMP_NUM_THREADS"]  # the user's, when `env` has one
+        threads = int(asked) if asked.isdigit() and int(asked) > 0 else job.threads
+        torch.set_num_threads(threads)
         with contextlib.suppress(RuntimeError):
-            torch.set_num_interop_threads(job.threads)
+            torch.set_num_interop_threads(threads)
     # Ranks of one template start with the same generators.
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:

@@ -6,6 +6,7 @@ kind byte of a frame (SCM_RIGHTS). Both ends are processes of one program and on
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -13,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 _HEADER = struct.Struct("<cQ")
 _MAX_FDS = 250  # the kernel passes at most 253 descriptors with one message
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 # supervisor -> template
 SETUP = b"S"  # json: environment, sys.path, working directory, modules to import
@@ -53,7 +53,9 @@ class Channel:
     def receive(self) -> tuple[bytes, bytes, list[int]] | None:
         """The next frame and its descriptors; None when the other end is gone, also in mid-frame."""
         try:
-            start, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS, _CLOEXEC)
+            start, fds, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_FDS)
+            for fd in fds:
+                os.set_inheritable(fd, False)
             header = start + self._exactly(_HEADER.size - len(start)) if start else b""
             if len(header) < _HEADER.size:
                 return None
