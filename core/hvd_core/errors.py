@@ -1,9 +1,9 @@
 """Every exception of hvd, in one place.
 
 Two families. `HorovodInternalError` is what a collective raises: something happened between the ranks.
-`RankFailed` is what a launcher (`run`, `HorovodEstimator.fit`, ...) raises at the driver: a rank ended badly, and
-this is the first cause. `retryable` says whether running the same job again can help; it is decided here and
-nowhere else. All classes pickle.
+`RankFailed` is what a launcher (`run`, `HorovodEstimator.fit`, ...) raises at the driver: a rank ended badly,
+and this is the first cause. `retryable` says whether running the same job again can help; it is decided here
+and nowhere else. All classes pickle.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class HorovodInternalError(HvdError, RuntimeError):
 
 
 class MismatchError(HorovodInternalError):
-    """Ranks submitted one name with different shapes, dtypes, operations, ... A program bug; the Group lives on."""
+    """Ranks submitted one name with different shapes, dtypes, operations, ... A program bug; the Group lives
+    on."""
 
 
 class PeerLost(HorovodInternalError):
@@ -134,7 +135,9 @@ class RankFailure:
             return f"rank {self.rank} exited with status {self.exit_status}"
         if self.kind == "signal":
             return f"rank {self.rank} was killed by signal {self.signal}"
-        return f"rank {self.rank} {'was ended because another rank failed' if self.kind == 'ended' else 'is lost'}"
+        if self.kind == "ended":
+            return f"rank {self.rank} was ended because another rank failed"
+        return f"rank {self.rank} is lost"
 
     def with_rank(self, rank: int) -> RankFailure:
         """The same failure under the rank's final number."""
@@ -162,10 +165,11 @@ _MAX_LINES = 60
 
 
 class RankFailed(HvdError, RuntimeError):
-    """A rank ended badly; raised at the driver with the first cause. `failure` is the record, `rank` its rank.
+    """A rank ended badly; raised at the driver with the first cause. `failure` is the record, `rank` its
+    rank.
 
-    The text is at most 60 lines: the headline, then the user's part of the traceback. When the rank's exception
-    could be unpickled it is `__cause__`.
+    The text is at most 60 lines: the headline, then the user's part of the traceback. When the rank's
+    exception could be unpickled it is `__cause__`.
     """
 
     def __init__(self, failure: RankFailure):
@@ -185,7 +189,11 @@ class RankFailed(HvdError, RuntimeError):
         body = self.failure.traceback.rstrip().splitlines()
         room = _MAX_LINES - len(lines[0].splitlines()) - 2
         if len(body) > room:
-            body = [*body[: room // 2], f"  ... {len(body) - room} lines left out ...", *body[-(room - room // 2) :]]
+            body = [
+                *body[: room // 2],
+                f"  ... {len(body) - room} lines left out ...",
+                *body[-(room - room // 2) :],
+            ]
         return "\n".join(lines + body)
 
     def __reduce__(self) -> tuple[Any, ...]:

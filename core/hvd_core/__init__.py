@@ -1,0 +1,42 @@
+"""hvd's core: ranks, collectives between them, and what trains on top. Importing it needs numpy only.
+
+`hvd_core.torch` is the API that scripts use; `run` starts ranks on this machine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .config import Config
+from .group import Adasum, Average, Group, Handle, Listener, Max, Min, Product, ReduceOp, Sum
+from .world import World
+
+if TYPE_CHECKING:
+    from .launch import run
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Config",
+    "Group",
+    "Handle",
+    "Listener",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "World",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The launcher needs cloudpickle; who only computes does not.
+    if name == "run":
+        from .launch import run
+
+        return run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

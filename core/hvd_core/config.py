@@ -1,0 +1,62 @@
+"""Every knob, once. The only module that reads HVD_* from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from .errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one Group and its launcher. `HVD_<FIELD>` in the environment overrides a default.
+
+    All ranks of a job must agree on the values; the launcher passes its own environment on.
+    """
+
+    #: Fused batches hold at most this many bytes; 0 turns fusion off.
+    fusion_bytes: int = 8 << 20
+    #: Tensors outside the arena pass through it in chunks of this many bytes (two are in flight).
+    chunk_bytes: int = 256 << 10
+    #: Every rank must have connected after this many seconds.
+    connect_timeout_s: float = 60.0
+    #: A peer from which nothing was heard for this long is lost.
+    peer_timeout_s: float = 30.0
+    #: A collective that some ranks have not submitted is reported after this long ...
+    stall_warn_s: float = 30.0
+    #: ... and aborts the Group after this long; 0 waits for ever.
+    stall_shutdown_s: float = 600.0
+    #: Forces ranks apart: ranks with different values are treated as being on different hosts.
+    host_id: str = ""
+    #: Name of the network interface whose address is offered to other hosts; "" asks the routing table.
+    interface: str = ""
+    #: Highest kernel set to use: "", "avx512", "avx2" or "baseline". All give the same bits.
+    kernels: str = ""
+    #: A training shard stays in memory up to this many bytes; 0: half of what the host has free for each
+    #: rank.
+    shard_memory_bytes: int = 0
+    #: Where larger shards are written (unlinked at once); "" is the platform's local directory.
+    shard_dir: str = ""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
+        """Reads HVD_* variables. An unknown one, or one that does not parse, is an `InvalidArgument`."""
+        env = os.environ if env is None else env
+        known = {f"HVD_{f.name.upper()}": f for f in fields(cls)}
+        values: dict[str, int | float | str] = {}
+        for key, text in env.items():
+            if not key.startswith("HVD_"):
+                continue
+            if key not in known:
+                raise InvalidArgument(f"unknown setting {key}; known are {', '.join(sorted(known))}")
+            kind = type(known[key].default)
+            try:
+                values[known[key].name] = kind(text)
+            except ValueError:
+                raise InvalidArgument(f"{key}={text!r} is not {_KINDS[kind]}") from None
+        return cls(**values)  # type: ignore[arg-type]
+
+
+_KINDS = {int: "a whole number", float: "a number of seconds", str: "a string"}

@@ -1,0 +1,353 @@
+"""`Group`: the ranks of a job as one of them sees them, and the collectives between them.
+
+Every collective has a name. It runs as soon as all ranks have submitted that name, in any order; shapes,
+dtypes and operations must then agree. Arrays are anything contiguous in CPU memory with the buffer protocol
+or DLPack: numpy arrays, detached torch tensors. Dtypes: bool, (u)int8..64, float16, bfloat16, float32,
+float64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from . import _native
+from .config import Config
+from .errors import CollectiveTimeout, GroupClosed, HorovodInternalError, InvalidArgument
+
+
+class ReduceOp(IntEnum):
+    """How an allreduce combines the ranks' values; the numbers are Horovod's."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average, Sum, Adasum, Min, Max, Product = ReduceOp
+
+# core/src/scheduler/request.h: enum Op
+_ALLREDUCE, _ALLGATHER, _BROADCAST, _BARRIER = range(4)
+
+
+class Listener:
+    """The sockets where a rank can be reached, bound before anyone is told and open until `close()`.
+
+    One listener serves any number of Groups one after another.
+    """
+
+    def __init__(self, native: _native.Listener):
+        self._native: _native.Listener | None = native
+
+    @classmethod
+    def bind(cls, config: Config | None = None) -> Listener:
+        """Binds a TCP socket (port chosen by the kernel) and an abstract Unix socket.
+
+        Raises `InvalidArgument` if `config.interface` names no interface of this host.
+        """
+        config = config or Config.from_env()
+        return cls(_native.Listener.bind(config.host_id, config.interface))
+
+    @property
+    def native(self) -> _native.Listener:
+        if self._native is None:
+            raise InvalidArgument("the listener is closed")
+        return self._native
+
+    @property
+    def endpoint(self) -> str:
+        """What the other ranks need to connect: one line of text, nothing secret in it."""
+        return self.native.endpoint
+
+    @property
+    def dropped(self) -> int:
+        """Connections that could not prove to belong to the job."""
+        return self.native.dropped
+
+    def close(self) -> None:
+        self._native = None
+
+
+class Handle:
+    """A collective on its way. Keeps its arrays alive; they must not be touched until it is done."""
+
+    def __init__(self, native: _native.Handle, group: Group, name: str, arrays: list[Any], result: Any):
+        self._native = native
+        self._group = group
+        self._name = name
+        self._arrays = arrays
+        self._result = result
+
+    def done(self) -> bool:
+        """True once `wait()` would not block."""
+        return bool(self._native.done())
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Waits for the result and returns it; for a grouped collective a list.
+
+        Raises what went wrong between the ranks (`MismatchError`, `PeerLost`, `Aborted`, ...), or
+        `CollectiveTimeout` after `timeout_s` seconds; the collective then goes on, and `wait()` may be called
+        again. Ctrl-C gets through.
+        """
+        if not self._native.wait(timeout_s):
+            raise CollectiveTimeout(f"'{self._name}' is not done after {timeout_s:g} s")
+        self._group._forget(self)
+        self._arrays = []
+        return self._result(self._native) if callable(self._result) else self._result
+
+
+class Group:
+    """The ranks of a job. Make it with `connect` or `solo`; usable from any thread of the process that did.
+
+    After a rank is lost or has aborted, the Group is dead: everything pending and everything later raises the
+    same error, `fileno()` becomes readable, and a new Group can be connected. A `MismatchError` does not kill
+    it.
+    """
+
+    def __init__(self, native: _native.Group):
+        self._native = native
+        self._pid = os.getpid()
+        self._pending: set[Handle] = set()
+        self._closed = False
+        self.rank: int = native.rank
+        self.size: int = native.size
+        # All ranks are on one host in this version.
+        self.local_rank, self.local_size = self.rank, self.size
+        self.cross_rank, self.cross_size = 0, 1
+
+    @classmethod
+    def connect(
+        cls,
+        listener: Listener | None,
+        endpoints: Sequence[str],
+        *,
+        rank: int,
+        token: bytes,
+        epoch: int = 0,
+        config: Config | None = None,
+    ) -> Group:
+        """Connects the ranks whose `Listener.endpoint`s are `endpoints`, in rank order; this one is `rank`.
+
+        All ranks call it at the same time, with the same `endpoints`, `token` (the job's secret, not empty)
+        and `epoch` (to be counted up for each further Group over the same listeners). With one endpoint,
+        `listener` may be None.
+
+        Raises `CollectiveTimeout` naming the ranks that did not come within `config.connect_timeout_s`,
+        `InvalidArgument` for a wrong token or ranks on several hosts, `PeerLost` if one dies meanwhile.
+        """
+        config = config or Config.from_env()
+        if config.kernels:
+            _native.use_kernels(config.kernels)
+        native = _native.Group.connect(
+            listener.native if listener is not None else None,
+            list(endpoints),
+            rank,
+            token,
+            epoch,
+            config.fusion_bytes,
+            config.chunk_bytes,
+            config.connect_timeout_s,
+            config.peer_timeout_s,
+            config.stall_warn_s,
+            config.stall_shutdown_s,
+        )
+        return cls(native)
+
+    @classmethod
+    def solo(cls, config: Config | None = None) -> Group:
+        """A Group of this process alone."""
+        return cls.connect(None, ["solo"], rank=0, token=b"", config=config)
+
+    # -- collectives -----------------------------------------------------------------------------------------
+
+    def allreduce_async(
+        self,
+        array: Any,
+        *,
+        name: str,
+        op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Any = None,
+    ) -> Handle:
+        """Starts `out = postscale * op over ranks(prescale * array)`; in place in `array` if `out` is None.
+
+        Average divides the sum once by `size`; integers truncate toward zero. bool: Sum and Max are "or", Min
+        and Product are "and", Average is refused. The result has the same bits on every rank. Its handle
+        gives `out`.
+        """
+        outs = None if out is None else [out]
+        return self._allreduce(name, [(name, array)], outs, op, prescale, postscale, single=True)
+
+    def grouped_allreduce_async(
+        self,
+        arrays: Sequence[Any],
+        *,
+        name: str,
+        op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        outs: Sequence[Any] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Handle:
+        """`allreduce_async` of several arrays under one name; they complete together. `names` are theirs in
+        errors."""
+        if names is None:
+            names = [f"{name}_{i}of{len(arrays)}" for i in range(len(arrays))]
+        return self._allreduce(
+            name, list(zip(names, arrays, strict=True)), outs, op, prescale, postscale, single=False
+        )
+
+    def _allreduce(
+        self,
+        name: str,
+        named: list[tuple[str, Any]],
+        outs: Sequence[Any] | None,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        single: bool,
+    ) -> Handle:
+        results = [array for _, array in named] if outs is None else list(outs)
+        tensors = [(n, array, out) for (n, array), out in zip(named, results, strict=True)]
+        native = self._submit(_ALLREDUCE, name, tensors, op, prescale, postscale, 0)
+        return self._keep(native, name, [named, results], results[0] if single else results)
+
+    def allgather_async(self, array: Any, *, name: str) -> Handle:
+        """Starts joining the ranks' arrays along the first dimension, in rank order; first dimensions may
+        differ, all others must agree, and there must be one. The handle gives a numpy array (for bfloat16: an
+        object with `__dlpack__`)."""
+        native = self._submit(_ALLGATHER, name, [(name, array, None)], ReduceOp.Sum, 1.0, 1.0, 0)
+        return self._keep(native, name, [array], lambda done: done.gathered(0))
+
+    def broadcast_async(self, array: Any, *, root: int, name: str, out: Any = None) -> Handle:
+        """Starts copying `array` of rank `root` to all ranks: into `out`, or into `array` if that is None."""
+        result = array if out is None else out
+        native = self._submit(_BROADCAST, name, [(name, array, result)], ReduceOp.Sum, 1.0, 1.0, root)
+        return self._keep(native, name, [array, result], result)
+
+    def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> None:
+        """Returns once all ranks have called it."""
+        self._keep(self._submit(_BARRIER, name, [], ReduceOp.Sum, 1.0, 1.0, 0), name, [], None).wait(
+            timeout_s
+        )
+
+    def allreduce(self, array: Any, *, timeout_s: float | None = None, **options: Any) -> Any:
+        """`allreduce_async(array, **options).wait(timeout_s)`."""
+        return self.allreduce_async(array, **options).wait(timeout_s)
+
+    def allgather(self, array: Any, *, name: str, timeout_s: float | None = None) -> Any:
+        """`allgather_async(array, name=name).wait(timeout_s)`."""
+        return self.allgather_async(array, name=name).wait(timeout_s)
+
+    def broadcast(
+        self, array: Any, *, root: int, name: str, out: Any = None, timeout_s: float | None = None
+    ) -> Any:
+        """`broadcast_async(array, root=root, name=name, out=out).wait(timeout_s)`."""
+        return self.broadcast_async(array, root=root, name=name, out=out).wait(timeout_s)
+
+    def allgather_bytes(self, data: bytes, *, name: str) -> list[bytes]:
+        """The `data` of every rank, by rank."""
+        sizes = self.allgather(np.array([len(data)], np.int64), name=f"{name}.sizes")
+        joined = self.allgather(np.frombuffer(data, np.uint8), name=name)
+        ends = np.cumsum(sizes)
+        return [joined[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
+
+    def broadcast_bytes(self, data: bytes | None, *, root: int, name: str) -> bytes:
+        """The `data` of rank `root`; the others' is ignored."""
+        if self.rank == root and data is None:
+            raise InvalidArgument(f"{name}: rank {root} is the root and has no data")
+        mine = data if self.rank == root and data is not None else b""
+        size = self.broadcast(np.array([len(mine)], np.int64), root=root, name=f"{name}.size")
+        array = (
+            np.frombuffer(mine, np.uint8).copy() if self.rank == root else np.empty(int(size[0]), np.uint8)
+        )
+        return bytes(self.broadcast(array, root=root, name=name).tobytes())
+
+    def empty(self, nbytes: int) -> np.ndarray:
+        """New memory, (nbytes,) uint8, that an in-place allreduce works on directly on every rank of the
+        host, without copies. Outlives the Group."""
+        self._check()
+        return self._native.empty(nbytes)
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Kills the Group on all ranks: whatever waits raises `Aborted(reason)` within 100 ms. No effect on a
+        dead one. May be called by any rank and any thread."""
+        self._native.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the Group; idempotent, never blocks on a peer. What is still pending here raises
+        `GroupClosed`, and so does a collective of another rank that needs this one."""
+        if not self._closed and self._pid == os.getpid():
+            self._closed = True
+            self._native.close()
+            self._pending.clear()
+
+    @property
+    def reason(self) -> str | None:
+        """Why the Group is dead; None while it lives."""
+        try:
+            self._native.check()
+        except HorovodInternalError as error:
+            return str(error)
+        return None
+
+    def check(self) -> None:
+        """Raises what killed the Group, if it is dead."""
+        self._check()
+        self._native.check()
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the Group is dead; for select and poll."""
+        return int(self._native.fileno())
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since `connect`: `collectives` completed, `fused_batches` run, `nbytes` of this rank's
+        tensors, `work_s` seconds spent in the batches (waiting for peers in them included)."""
+        return self._native.stats()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            raise InvalidArgument(
+                "this Group belongs to the process that this one was forked from; connect a new one"
+            )
+        if self._closed:
+            raise GroupClosed("the Group is closed")
+
+    def _submit(
+        self,
+        op: int,
+        name: str,
+        tensors: list[Any],
+        reduce: ReduceOp,
+        prescale: float,
+        postscale: float,
+        root: int,
+    ) -> _native.Handle:
+        self._check()
+        return self._native.submit(op, name, tensors, int(reduce), prescale, postscale, root)
+
+    def _keep(self, native: _native.Handle, name: str, arrays: list[Any], result: Any) -> Handle:
+        handle = Handle(native, self, name, arrays, result)
+        self._pending.add(handle)
+        if len(self._pending) > 256:  # of callers that never wait
+            self._pending.difference_update([pending for pending in list(self._pending) if pending.done()])
+        return handle
+
+    def _forget(self, handle: Handle) -> None:
+        self._pending.discard(handle)

@@ -1,0 +1,243 @@
+// hvd_core._native: converts arguments and results, releases the GIL, turns a Status into an exception.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "base/log.h"
+#include "bindings/data.h"
+#include "collectives/reduce.h"
+#include "group.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace hvd {
+namespace {
+
+using In = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using Out = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+// How often a waiting thread looks for a signal (Ctrl-C).
+constexpr auto kSignalCheckEvery = std::chrono::milliseconds(100);
+
+const char* ExceptionName(Code code) {
+  switch (code) {
+    case Code::kMismatch:
+      return "MismatchError";
+    case Code::kPeerLost:
+      return "PeerLost";
+    case Code::kTimeout:
+      return "CollectiveTimeout";
+    case Code::kAborted:
+      return "Aborted";
+    case Code::kShutdown:
+      return "GroupClosed";
+    case Code::kInvalid:
+    case Code::kOk:
+      break;
+  }
+  return "InvalidArgument";
+}
+
+[[noreturn]] void Raise(const Status& status) {
+  const nb::object type = nb::module_::import_("hvd_core.errors").attr(ExceptionName(status.code()));
+  PyErr_SetString(type.ptr(), std::string(status.text()).c_str());
+  throw nb::python_error();
+}
+
+void RaiseIfError(const Status& status) {
+  if (!status.ok()) Raise(status);
+}
+
+template <class T>
+T ValueOrRaise(Result<T> result) {
+  if (!result.ok()) Raise(result.status());
+  return std::move(result).value();
+}
+
+struct DTypeRow {
+  DType dtype;
+  nb::dlpack::dtype_code code;
+};
+constexpr DTypeRow kDTypes[] = {
+    {DType::kBool, nb::dlpack::dtype_code::Bool},       {DType::kUInt8, nb::dlpack::dtype_code::UInt},
+    {DType::kInt8, nb::dlpack::dtype_code::Int},        {DType::kUInt16, nb::dlpack::dtype_code::UInt},
+    {DType::kInt16, nb::dlpack::dtype_code::Int},       {DType::kUInt32, nb::dlpack::dtype_code::UInt},
+    {DType::kInt32, nb::dlpack::dtype_code::Int},       {DType::kUInt64, nb::dlpack::dtype_code::UInt},
+    {DType::kInt64, nb::dlpack::dtype_code::Int},       {DType::kFloat16, nb::dlpack::dtype_code::Float},
+    {DType::kBFloat16, nb::dlpack::dtype_code::Bfloat}, {DType::kFloat32, nb::dlpack::dtype_code::Float},
+    {DType::kFloat64, nb::dlpack::dtype_code::Float},
+};
+
+std::optional<DType> FromDLPack(nb::dlpack::dtype dtype) {
+  for (const DTypeRow& row : kDTypes) {
+    if (dtype.code == static_cast<uint8_t>(row.code) && dtype.bits == ItemSize(row.dtype) * 8 &&
+        dtype.lanes == 1) {
+      return row.dtype;
+    }
+  }
+  return std::nullopt;
+}
+
+nb::dlpack::dtype ToDLPack(DType dtype) {
+  for (const DTypeRow& row : kDTypes) {
+    if (row.dtype == dtype)
+      return {static_cast<uint8_t>(row.code), static_cast<uint8_t>(ItemSize(dtype) * 8), 1};
+  }
+  return nb::dtype<uint8_t>();
+}
+
+// An array of the caller as it is: what would need a copy or another device is refused, never converted.
+template <class Array>
+Array View(nb::handle object, const std::string& name, const char* what) {
+  Array array;
+  if (!nb::try_cast(object, array, false)) {
+    PyErr_Clear();
+    Raise(Status(
+        Code::kInvalid,
+        name + ": " + what + " must be a contiguous " + (std::is_same_v<Array, Out> ? "writable " : "") +
+            "array in CPU memory (buffer or DLPack), not " +
+            nb::cast<std::string>(nb::str(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())))))));
+  }
+  return array;
+}
+
+// tensors: (name, input, output) each; the output is None in an allgather, the input where it does not count.
+std::shared_ptr<Handle> Submit(Group& group, int op, const std::string& name, const nb::list& tensors,
+                               int reduce, double prescale, double postscale, int root) {
+  Request request{static_cast<Op>(op), name, static_cast<ReduceOp>(reduce), prescale, postscale, root, {}};
+  std::vector<Buffer> buffers;
+  for (const nb::handle item : tensors) {
+    const auto tensor = nb::cast<nb::tuple>(item);
+    const auto member_name = nb::cast<std::string>(tensor[0]);
+    const auto in = View<In>(tensor[1], member_name, "the input");
+    const auto dtype = FromDLPack(in.dtype());
+    if (!dtype) Raise(Status(Code::kInvalid, member_name + ": this dtype cannot be sent"));
+    Member member{member_name, *dtype, {}, {}};
+    for (size_t d = 0; d < in.ndim(); ++d) member.shape.push_back(static_cast<int64_t>(in.shape(d)));
+    Buffer buffer{static_cast<const std::byte*>(in.data()), nullptr};
+    if (!tensor[2].is_none()) {
+      const auto out = View<Out>(tensor[2], member_name, "the output");
+      if (out.dtype() != in.dtype() || out.nbytes() != in.nbytes()) {
+        Raise(Status(Code::kInvalid, member_name + ": input and output differ in dtype or size"));
+      }
+      buffer.out = static_cast<std::byte*>(out.data());
+    }
+    request.members.push_back(std::move(member));
+    buffers.push_back(buffer);
+  }
+  return ValueOrRaise(group.Submit(std::move(request), std::move(buffers)));
+}
+
+bool Wait(const Handle& handle, std::optional<double> timeout_s) {
+  const auto deadline = timeout_s ? Clock::now() + Seconds(*timeout_s) : Clock::time_point::max();
+  for (;;) {
+    bool done;
+    {
+      nb::gil_scoped_release release;
+      done = handle.Wait(std::min(deadline, Clock::now() + kSignalCheckEvery));
+    }
+    if (done) {
+      RaiseIfError(handle.status());
+      return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (Clock::now() >= deadline) return false;
+  }
+}
+
+// numpy has no bfloat16: such a result is an object with __dlpack__ instead.
+nb::object Gather(const Handle& handle, size_t index) {
+  if (index >= handle.gathered().size()) Raise(Status(Code::kInvalid, "this collective has no such result"));
+  const Gathered& gathered = handle.gathered()[index];
+  std::vector<size_t> shape(gathered.shape.begin(), gathered.shape.end());
+  auto* kept = new std::shared_ptr<std::byte[]>(gathered.data);
+  const nb::capsule owner(kept,
+                          [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte[]>*>(p); });
+  const auto dtype = ToDLPack(gathered.dtype);
+  void* data = gathered.data.get();
+  if (gathered.dtype == DType::kBFloat16)
+    return nb::cast(nb::ndarray<>(data, shape.size(), shape.data(), owner, nullptr, dtype));
+  return nb::cast(nb::ndarray<nb::numpy>(data, shape.size(), shape.data(), owner, nullptr, dtype));
+}
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> Empty(Group& group, size_t nbytes) {
+  std::shared_ptr<Segment> segment = ValueOrRaise(group.Empty(nbytes));
+  void* data = segment->data();
+  auto* kept = new std::shared_ptr<Segment>(std::move(segment));
+  const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::shared_ptr<Segment>*>(p); });
+  return {data, {nbytes}, owner};
+}
+
+std::unique_ptr<Group> Connect(Listener* listener, const std::vector<std::string>& endpoints, int rank,
+                               const nb::bytes& token, uint64_t epoch, size_t fusion_bytes,
+                               size_t chunk_bytes, double connect_timeout_s, double peer_timeout_s,
+                               double stall_warn_s, double stall_shutdown_s) {
+  const Credentials me{rank, static_cast<int>(endpoints.size()), std::string(token.c_str(), token.size()),
+                       epoch};
+  const GroupOptions options{fusion_bytes,   chunk_bytes,  connect_timeout_s,
+                             peer_timeout_s, stall_warn_s, stall_shutdown_s};
+  Result<std::unique_ptr<Group>> group = [&] {
+    nb::gil_scoped_release release;
+    return Group::Connect(listener, endpoints, me, options);
+  }();
+  return ValueOrRaise(std::move(group));
+}
+
+nb::dict Stats(const Group& group) {
+  const Counters& counters = group.counters();
+  nb::dict stats;
+  stats["collectives"] = counters.collectives.load();
+  stats["fused_batches"] = counters.fused_batches.load();
+  stats["nbytes"] = counters.nbytes.load();
+  stats["work_s"] = static_cast<double>(counters.work_ns.load()) * 1e-9;
+  return stats;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "The C++ core of hvd; use hvd_core.group.";
+
+  nb::class_<Listener>(m, "Listener")
+      .def_static(
+          "bind",
+          [](const std::string& host_id, const std::string& interface) {
+            return ValueOrRaise(Listener::Bind(host_id, interface));
+          },
+          "host_id"_a, "interface"_a)
+      .def_prop_ro("endpoint", [](const Listener& listener) { return listener.endpoint().ToString(); })
+      .def_prop_ro("dropped", &Listener::dropped);
+
+  nb::class_<Handle>(m, "Handle")
+      .def("done", &Handle::done)
+      .def("wait", &Wait, "timeout_s"_a.none())
+      .def("gathered", &Gather, "index"_a);
+
+  nb::class_<Group>(m, "Group")
+      .def_static("connect", &Connect, "listener"_a.none(), "endpoints"_a, "rank"_a, "token"_a, "epoch"_a,
+                  "fusion_bytes"_a, "chunk_bytes"_a, "connect_timeout_s"_a, "peer_timeout_s"_a,
+                  "stall_warn_s"_a, "stall_shutdown_s"_a)
+      .def_prop_ro("rank", &Group::rank)
+      .def_prop_ro("size", &Group::size)
+      .def("submit", &Submit, "op"_a, "name"_a, "tensors"_a, "reduce"_a, "prescale"_a, "postscale"_a,
+           "root"_a)
+      .def("empty", &Empty, "nbytes"_a)
+      .def("abort", &Group::Abort, "reason"_a)
+      .def("close", &Group::Close, nb::call_guard<nb::gil_scoped_release>())
+      .def("check", [](const Group& group) { RaiseIfError(group.status()); })
+      .def("fileno", &Group::death_fd)
+      .def("stats", &Stats);
+
+  m.def("kernels", [] { return Name(BestKernels()); });
+  m.def("use_kernels", [](const std::string& name) { RaiseIfError(UseKernels(name)); }, "name"_a);
+  BindData(m);
+}
+
+}  // namespace hvd

@@ -1,0 +1,156 @@
+#include "scheduler/request.h"
+
+#include "transport/wire.h"
+
+namespace hvd {
+namespace {
+
+void Put(Writer& out, const Location& where) {
+  out.Put(where.segment);
+  out.Put(where.offset);
+}
+
+Location GetLocation(Reader& in) {
+  Location where;
+  where.segment = in.Get<uint32_t>();
+  where.offset = in.Get<uint64_t>();
+  return where;
+}
+
+void Put(Writer& out, const std::vector<int64_t>& values) {
+  out.Put(static_cast<uint32_t>(values.size()));
+  for (const int64_t value : values) out.Put(value);
+}
+
+// An authenticated peer of another build may still send values that mean nothing here.
+bool Makes(const Request& request) {
+  if (request.op > Op::kBarrier || static_cast<int>(request.reduce) >= kNumReduceOps) return false;
+  for (const Member& member : request.members) {
+    if (static_cast<int>(member.dtype) >= kNumDTypes) return false;
+    for (const int64_t extent : member.shape) {
+      if (extent < 0) return false;
+    }
+  }
+  return true;
+}
+
+std::vector<int64_t> GetInts(Reader& in) {
+  std::vector<int64_t> values(in.GetCount());
+  for (int64_t& value : values) value = in.Get<int64_t>();
+  return values;
+}
+
+}  // namespace
+
+const char* Name(Op op) {
+  switch (op) {
+    case Op::kAllreduce:
+      return "allreduce";
+    case Op::kAllgather:
+      return "allgather";
+    case Op::kBroadcast:
+      return "broadcast";
+    case Op::kBarrier:
+      return "barrier";
+  }
+  return "?";
+}
+
+std::string Serialize(const std::vector<Request>& requests) {
+  Writer out;
+  out.Put(static_cast<uint32_t>(requests.size()));
+  for (const Request& request : requests) {
+    out.Put(request.op);
+    out.PutString(request.name);
+    out.Put(request.reduce);
+    out.Put(request.prescale);
+    out.Put(request.postscale);
+    out.Put(request.root);
+    out.Put(static_cast<uint32_t>(request.members.size()));
+    for (const Member& member : request.members) {
+      out.PutString(member.name);
+      out.Put(member.dtype);
+      Put(out, member.shape);
+      Put(out, member.where);
+    }
+  }
+  return out.Take();
+}
+
+Result<std::vector<Request>> ParseRequests(std::string_view bytes) {
+  Reader in(bytes);
+  bool sane = true;
+  std::vector<Request> requests(in.GetCount());
+  for (Request& request : requests) {
+    request.op = in.Get<Op>();
+    request.name = in.GetString();
+    request.reduce = in.Get<ReduceOp>();
+    request.prescale = in.Get<double>();
+    request.postscale = in.Get<double>();
+    request.root = in.Get<int32_t>();
+    request.members.resize(in.GetCount());
+    for (Member& member : request.members) {
+      member.name = in.GetString();
+      member.dtype = in.Get<DType>();
+      member.shape = GetInts(in);
+      member.where = GetLocation(in);
+    }
+    sane = sane && Makes(request);
+  }
+  if (!in.AtEnd() || !sane) return Status(Code::kPeerLost, "it sent a broken announcement");
+  return requests;
+}
+
+std::string Serialize(const Round& round) {
+  Writer out;
+  out.Put(static_cast<uint32_t>(round.decisions.size()));
+  for (const Decision& decision : round.decisions) {
+    out.PutString(decision.name);
+    out.PutString(decision.mismatch);
+    out.Put(static_cast<uint32_t>(decision.rows.size()));
+    for (const auto& rows : decision.rows) Put(out, rows);
+    out.Put(static_cast<uint32_t>(decision.places.size()));
+    for (const auto& places : decision.places) {
+      out.Put(static_cast<uint32_t>(places.size()));
+      for (const Location& place : places) Put(out, place);
+    }
+  }
+  out.Put(static_cast<uint32_t>(round.batches.size()));
+  for (const auto& batch : round.batches) {
+    out.Put(static_cast<uint32_t>(batch.size()));
+    for (const TensorRef& tensor : batch) {
+      out.Put(tensor.decision);
+      out.Put(tensor.member);
+    }
+  }
+  return out.Take();
+}
+
+Result<Round> ParseRound(std::string_view bytes) {
+  Reader in(bytes);
+  Round round;
+  round.decisions.resize(in.GetCount());
+  for (Decision& decision : round.decisions) {
+    decision.name = in.GetString();
+    decision.mismatch = in.GetString();
+    decision.rows.resize(in.GetCount());
+    for (auto& rows : decision.rows) rows = GetInts(in);
+    decision.places.resize(in.GetCount());
+    for (auto& places : decision.places) {
+      places.resize(in.GetCount());
+      for (Location& place : places) place = GetLocation(in);
+    }
+  }
+  round.batches.resize(in.GetCount());
+  for (auto& batch : round.batches) {
+    batch.resize(in.GetCount());
+    for (TensorRef& tensor : batch) {
+      tensor.decision = in.Get<uint32_t>();
+      tensor.member = in.Get<uint32_t>();
+    }
+  }
+  if (!in.AtEnd()) return Status(Code::kPeerLost, "it sent a broken decision");
+  return round;
+}
+
+}  // namespace hvd

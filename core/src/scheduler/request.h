@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "base/types.h"
+#include "transport/arena.h"
+
+namespace hvd {
+
+enum class Op : uint8_t { kAllreduce, kAllgather, kBroadcast, kBarrier };
+const char* Name(Op op);
+
+// One tensor of a request, as its rank submitted it.
+struct Member {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;
+  Location where;  // valid if the tensor lies in the arena and is to be reduced in place
+
+  uint64_t count() const {
+    uint64_t count = 1;
+    for (const int64_t extent : shape) count *= static_cast<uint64_t>(extent);
+    return count;
+  }
+  uint64_t nbytes() const { return count() * ItemSize(dtype); }
+};
+
+// What a rank announces as ready: one collective over one or several tensors that complete together. Its name
+// is the key that the ranks meet under; everything else must agree (the signature), apart from places and the
+// first extent in an allgather.
+struct Request {
+  Op op = Op::kAllreduce;
+  std::string name;
+  ReduceOp reduce = ReduceOp::kSum;
+  double prescale = 1;
+  double postscale = 1;
+  int32_t root = 0;
+  std::vector<Member> members;
+};
+
+// What the coordinator decided about a name that all ranks have announced.
+struct Decision {
+  std::string name;
+  std::string mismatch;  // not empty: nothing is done, and this is why
+  // Allgather only: first extents, [member][rank].
+  std::vector<std::vector<int64_t>> rows;
+  // Allreduce of members that lie in the arena on every rank: [member][rank]; otherwise empty per member.
+  std::vector<std::vector<Location>> places;
+};
+
+// A tensor of a round.
+struct TensorRef {
+  uint32_t decision = 0;
+  uint32_t member = 0;
+};
+
+// The decisions of one moment and the fused batches to run for them, in one order for all ranks.
+struct Round {
+  std::vector<Decision> decisions;
+  std::vector<std::vector<TensorRef>> batches;
+};
+
+std::string Serialize(const std::vector<Request>& requests);
+std::string Serialize(const Round& round);
+// kPeerLost text if the bytes are not what Serialize wrote.
+Result<std::vector<Request>> ParseRequests(std::string_view bytes);
+Result<Round> ParseRound(std::string_view bytes);
+
+}  // namespace hvd

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/mutex.h"
+#include "collectives/collectives.h"
+#include "scheduler/handle.h"
+#include "scheduler/negotiate.h"
+#include "scheduler/request.h"
+#include "transport/arena.h"
+#include "transport/exchange.h"
+
+namespace hvd {
+
+// The memory of one member of a request. `out` is unused in an allgather; in == out is in place.
+struct Buffer {
+  const std::byte* in = nullptr;
+  std::byte* out = nullptr;
+};
+
+struct Submission {
+  Request request;
+  std::vector<Buffer> buffers;
+  std::shared_ptr<Handle> handle;
+};
+
+struct SchedulerOptions {
+  int rank = 0;
+  int size = 1;
+  size_t fusion_nbytes = 8 << 20;
+  Clock::duration stall_warn{};
+  Clock::duration stall_shutdown{};  // zero: never
+};
+
+struct Counters {
+  std::atomic<uint64_t> collectives{0};    // completed, of any kind
+  std::atomic<uint64_t> fused_batches{0};  // runs over the data
+  std::atomic<uint64_t> nbytes{0};         // of this rank's tensors
+  std::atomic<uint64_t> work_ns{0};        // spent in those runs, waiting for peers included
+};
+
+// The background thread of a Group of two or more ranks. It announces what was submitted, lets the negotiator
+// decide (on rank 0, the coordinator), runs the decided batches in the coordinator's order, and notices who
+// is gone. After a failure the Group is dead: everything pending and everything later gets the same Status.
+class Scheduler {
+ public:
+  Scheduler(const SchedulerOptions& options, std::unique_ptr<Exchange> exchange,
+            std::unique_ptr<Arena> arena);
+  ~Scheduler();
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
+
+  // Any thread. A name may be pending once. The buffers stay valid until the handle is done.
+  Status Submit(Submission submission) EXCLUDES(mutex_);
+  // Any thread. Makes `segment` (number > 0, counted by the caller) known to the other ranks, before
+  // anything that is submitted later.
+  void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) EXCLUDES(mutex_);
+  // Any thread. Kills the Group on all ranks with this reason.
+  void Abort(const std::string& reason) EXCLUDES(mutex_);
+  // Says goodbye and ends the thread; pending handles get kShutdown. Idempotent, bounded in time.
+  void Close() EXCLUDES(close_mutex_, mutex_);
+
+  // Why the Group is dead; ok while it lives.
+  Status status() const EXCLUDES(mutex_);
+  // An eventfd that becomes readable when the Group is dead.
+  int death_fd() const { return death_.get(); }
+  const Counters& counters() const { return counters_; }
+
+ private:
+  void Run();
+  Status RunUntilClosed();
+  Status Step();
+  Status TakeSubmissions();
+  Status HandleFrames();
+  Status CheckPeers();
+  Status CheckStalls();
+  Status Tick(int awaited_rank);
+  // The submissions of a round's decisions; not ok if the round does not make sense here.
+  Status Resolve(const Round& round, std::vector<Submission*>* submissions) EXCLUDES(mutex_);
+  Status Execute(const Round& round);
+  Status RunBatch(const Round& round, const std::vector<Submission*>& submissions,
+                  const std::vector<TensorRef>& batch);
+  Status RunAllreduce(const Round& round, const std::vector<Submission*>& submissions,
+                      const std::vector<TensorRef>& batch);
+  Status RunAllgather(Submission& submission, uint32_t member, const std::vector<int64_t>& rows);
+  Status Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece);
+  void Decide();
+  void Die(Status status, bool tell_peers) EXCLUDES(mutex_);
+  std::string PendingName() EXCLUDES(mutex_);
+  bool IsCoordinator() const { return options_.rank == 0; }
+
+  const SchedulerOptions options_;
+  // Of the thread, after the constructor.
+  std::unique_ptr<Exchange> exchange_;
+  std::unique_ptr<Arena> arena_;
+  Collectives collectives_;
+  Negotiator negotiator_;
+  std::deque<Round> rounds_;
+  Clock::time_point next_stall_check_;
+  std::unordered_map<std::string, Clock::time_point> stall_warned_;
+  std::string doing_;
+
+  mutable Mutex mutex_;
+  std::vector<std::string> submitted_ GUARDED_BY(mutex_);  // names not yet announced
+  std::vector<std::pair<uint32_t, std::shared_ptr<Segment>>> new_segments_ GUARDED_BY(mutex_);
+  std::unordered_map<std::string, Submission> pending_ GUARDED_BY(mutex_);
+  std::string abort_reason_ GUARDED_BY(mutex_);
+  bool abort_ GUARDED_BY(mutex_) = false;
+  bool close_ GUARDED_BY(mutex_) = false;
+  Status dead_ GUARDED_BY(mutex_);
+
+  Counters counters_;
+  UniqueFd death_;
+  Mutex close_mutex_;
+  std::thread thread_;
+};
+
+}  // namespace hvd

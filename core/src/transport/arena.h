@@ -1,0 +1,116 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/exchange.h"
+#include "transport/fd.h"
+
+namespace hvd {
+
+// A memfd mapping. It has no name, so nothing is left behind whatever kills its processes, and no fork
+// inherits it. Lives until the last tensor over it is gone.
+class Segment {
+ public:
+  // The memory is allocated here, so a full memory limit is a kInvalid and not a SIGBUS later.
+  static Result<std::shared_ptr<Segment>> Create(size_t nbytes);
+  // Maps the segment of another rank; refuses one that is smaller than it says.
+  static Result<std::shared_ptr<Segment>> Map(UniqueFd fd, size_t nbytes);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  std::byte* data() const { return data_; }
+  size_t nbytes() const { return nbytes_; }
+  int fd() const { return fd_.get(); }
+  bool Contains(const void* at, size_t nbytes) const {
+    const auto* p = static_cast<const std::byte*>(at);
+    return p >= data_ && nbytes <= nbytes_ && p + nbytes <= data_ + nbytes_;
+  }
+
+ private:
+  Segment(UniqueFd fd, std::byte* data, size_t nbytes) : fd_(std::move(fd)), data_(data), nbytes_(nbytes) {}
+  static Result<std::shared_ptr<Segment>> MapShared(UniqueFd fd, size_t nbytes);
+
+  UniqueFd fd_;
+  std::byte* data_;
+  size_t nbytes_;
+};
+
+// A place in a segment of one rank, as the ranks of a host tell it each other.
+struct Location {
+  static constexpr uint32_t kNone = ~0u;
+  uint32_t segment = kNone;  // number of the owner's segment; kNone: not in the arena
+  uint64_t offset = 0;
+  bool valid() const { return segment != kNone; }
+};
+
+// The shared memory of the ranks of one host, seen by one of them: every rank's control segment (an arrival
+// counter and two staging buffers) and the segments its tensors live in.
+//
+// All ranks go through the same sequence of steps: Arrive() says that this rank has reached its next step,
+// Await(step) waits until every rank has reached it. What a rank wrote before Arrive() is seen by everyone
+// after Await(). Owned by one thread.
+class Arena {
+ public:
+  // Called every few milliseconds while waiting for a rank, to move frames and to say when to give up: not ok
+  // ends the wait.
+  using Tick = std::function<Status(int awaited_rank)>;
+
+  // chunk_nbytes is what one staging buffer holds. eager_cpus: a core is there for every rank, so spin a
+  // little.
+  static Result<std::unique_ptr<Arena>> Create(int rank, int size, size_t chunk_nbytes, bool eager_cpus);
+
+  // Segment `number` of `rank`; number 0 is its control segment, needed before the first step.
+  Status AddSegment(int rank, uint32_t number, std::shared_ptr<Segment> segment);
+  bool HasSegment(int rank, uint32_t number) const;
+  std::byte* At(int rank, const Location& where, size_t nbytes) const;  // null if there is no such place
+
+  const std::shared_ptr<Segment>& control() const { return control_; }
+  size_t control_nbytes() const { return control_->nbytes(); }
+  bool complete() const;  // every rank's control segment is there
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(controls_.size()); }
+  size_t chunk_nbytes() const { return chunk_nbytes_; }
+  std::byte* staging(int rank, int buffer) const;
+
+  // Returns the number of the step this rank has now reached.
+  uint32_t Arrive();
+  // Waits until all ranks have reached `step`.
+  Status Await(uint32_t step, const Tick& tick);
+  Status ArriveAndAwait(const Tick& tick) { return Await(Arrive(), tick); }
+
+ private:
+  // One cache line each, so that a rank that waits does not slow the one it waits for.
+  struct Control {
+    alignas(64) std::atomic<uint32_t> arrived;
+    alignas(64) std::atomic<uint32_t> sleepers;
+  };
+  static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+  Arena(int rank, int size, size_t chunk_nbytes, bool eager_cpus);
+  Control* control(int rank) const {
+    return reinterpret_cast<Control*>(controls_[static_cast<size_t>(rank)]->data());
+  }
+  Status AwaitRank(int rank, uint32_t step, const Tick& tick);
+
+  const int rank_;
+  const size_t chunk_nbytes_;
+  const int spins_;
+  uint32_t step_ = 0;
+  std::shared_ptr<Segment> control_;
+  std::vector<std::shared_ptr<Segment>> controls_;
+  std::vector<std::unordered_map<uint32_t, std::shared_ptr<Segment>>> segments_;
+};
+
+// True if this process may run on at least `ranks` CPUs (affinity mask and cgroup quota).
+bool HasCpusFor(int ranks);
+
+}  // namespace hvd

@@ -1,0 +1,155 @@
+// Listener and Endpoint: how a rank can be reached.
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+
+#include "base/sha256.h"
+#include "transport/bootstrap.h"
+
+namespace hvd {
+namespace {
+
+constexpr char kPrefix[] = "hvd1";
+constexpr int kBacklog = 512;
+
+Status Failed(const std::string& what) { return Status(Code::kInvalid, what + ": " + std::strerror(errno)); }
+
+std::string RandomHex(size_t nbytes) {
+  std::string raw(nbytes, '\0'), hex;
+  RandomBytes(std::as_writable_bytes(std::span(raw)));
+  for (const char c : raw) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(c));
+    hex += digits;
+  }
+  return hex;
+}
+
+// Boot id and network namespace: processes that differ in one cannot share an abstract socket.
+std::string HostKey() {
+  char boot[37] = {};
+  if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
+    [[maybe_unused]] const size_t size = std::fread(boot, 1, 36, file);
+    std::fclose(file);
+  }
+  char space[64] = {};
+  [[maybe_unused]] const ssize_t size = ::readlink("/proc/self/ns/net", space, sizeof space - 1);
+  std::string key = std::string(boot) + "/" + space;
+  std::erase_if(key, [](char c) { return c == ';' || c == ','; });
+  return key;
+}
+
+// IPv4 addresses of the interfaces that are up, loopback last; only those of `only` unless that is empty.
+Result<std::vector<std::string>> Addresses(const std::string& only) {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return Failed("cannot list network interfaces");
+  std::vector<std::string> addresses, loopback;
+  std::string names;
+  for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET || (i->ifa_flags & IFF_UP) == 0) continue;
+    if (!names.empty()) names += ", ";
+    names += i->ifa_name;
+    if (!only.empty() && only != i->ifa_name) continue;
+    char text[INET_ADDRSTRLEN] = {};
+    ::inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(i->ifa_addr)->sin_addr, text, sizeof text);
+    ((i->ifa_flags & IFF_LOOPBACK) != 0 ? loopback : addresses).push_back(text);
+  }
+  ::freeifaddrs(list);
+  addresses.insert(addresses.end(), loopback.begin(), loopback.end());
+  if (addresses.empty() && !only.empty()) {
+    return Status(Code::kInvalid, "no network interface '" + only + "' (HVD_INTERFACE); there are: " + names);
+  }
+  return addresses;
+}
+
+std::vector<std::string_view> Split(std::string_view text, char at) {
+  std::vector<std::string_view> parts;
+  while (true) {
+    const size_t end = text.find(at);
+    parts.push_back(text.substr(0, end));
+    if (end == std::string_view::npos) return parts;
+    text.remove_prefix(end + 1);
+  }
+}
+
+}  // namespace
+
+std::string Endpoint::ToString() const {
+  std::string text =
+      std::string(kPrefix) + (forced_host ? ";forced=" : ";host=") + host + ";unix=" + unix_name + ";tcp=";
+  for (size_t i = 0; i < addresses.size(); ++i) text += (i == 0 ? "" : ",") + addresses[i];
+  return text + ":" + std::to_string(port);
+}
+
+Result<Endpoint> Endpoint::Parse(std::string_view text) {
+  const auto bad = [&] {
+    return Status(Code::kInvalid, "'" + std::string(text) + "' is not an endpoint of this version of hvd");
+  };
+  const auto parts = Split(text, ';');
+  if (parts.size() != 4 || parts[0] != kPrefix) return bad();
+  Endpoint endpoint;
+  endpoint.forced_host = parts[1].starts_with("forced=");
+  if (!endpoint.forced_host && !parts[1].starts_with("host=")) return bad();
+  endpoint.host = parts[1].substr(parts[1].find('=') + 1);
+  if (!parts[2].starts_with("unix=") || !parts[3].starts_with("tcp=")) return bad();
+  endpoint.unix_name = parts[2].substr(5);
+  const auto tcp = parts[3].substr(4);
+  const size_t colon = tcp.rfind(':');
+  if (colon == std::string_view::npos) return bad();
+  for (const auto address : Split(tcp.substr(0, colon), ',')) endpoint.addresses.emplace_back(address);
+  const auto port = tcp.substr(colon + 1);
+  const auto parsed = std::from_chars(port.data(), port.data() + port.size(), endpoint.port);
+  if (parsed.ec != std::errc() || parsed.ptr != port.data() + port.size()) return bad();
+  return endpoint;
+}
+
+Result<std::unique_ptr<Listener>> Listener::Bind(const std::string& host_id, const std::string& interface) {
+  if (host_id.find_first_of(";,") != std::string::npos)
+    return Status(Code::kInvalid, "HVD_HOST_ID must not contain ';' or ','");
+  std::unique_ptr<Listener> listener(new Listener);
+  Endpoint& endpoint = listener->endpoint_;
+  endpoint.forced_host = !host_id.empty();
+  endpoint.host = endpoint.forced_host ? host_id : HostKey();
+  endpoint.unix_name = "hvd-" + RandomHex(16);
+  auto addresses = Addresses(interface);
+  if (!addresses.ok()) return addresses.status();
+  endpoint.addresses = std::move(addresses).value();
+
+  listener->tcp_.Reset(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_in any{};
+  any.sin_family = AF_INET;
+  if (!interface.empty()) ::inet_pton(AF_INET, endpoint.addresses.front().c_str(), &any.sin_addr);
+  socklen_t size = sizeof any;
+  if (!listener->tcp_.valid() || ::bind(listener->tcp_.get(), reinterpret_cast<sockaddr*>(&any), size) != 0 ||
+      ::listen(listener->tcp_.get(), kBacklog) != 0 ||
+      ::getsockname(listener->tcp_.get(), reinterpret_cast<sockaddr*>(&any), &size) != 0) {
+    return Failed("cannot listen on TCP");
+  }
+  endpoint.port = ntohs(any.sin_port);
+
+  listener->unix_.Reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path + 1, endpoint.unix_name.data(), endpoint.unix_name.size());
+  const auto name_size =
+      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + endpoint.unix_name.size());
+  if (!listener->unix_.valid() ||
+      ::bind(listener->unix_.get(), reinterpret_cast<sockaddr*>(&name), name_size) != 0 ||
+      ::listen(listener->unix_.get(), kBacklog) != 0) {
+    return Failed("cannot listen on a Unix socket");
+  }
+  return listener;
+}
+
+}  // namespace hvd

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/link.h"
+
+namespace hvd {
+
+using Clock = std::chrono::steady_clock;
+
+inline Clock::duration Seconds(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+enum class FrameKind : uint8_t {
+  kSegment = 1,  // a shared memory segment; its descriptor travels along
+  kAnnounce,     // to the coordinator: this rank has submitted
+  kDecide,       // from the coordinator: what to do next, in one order for all
+  kAbort,        // the Group is dead, with the reason
+  kBye,          // the sender closed the Group; its connection ends next
+  kBeat,         // still there
+};
+
+struct Frame {
+  int peer = -1;
+  FrameKind kind = FrameKind::kBeat;
+  std::string payload;
+  UniqueFd fd;
+};
+
+// Frames to and from every peer, and the only place that waits on Links. On the wire a frame is
+// {uint32 payload bytes, uint8 kind, payload}. Also tells who is gone: a peer whose stream ends without kBye,
+// or from which nothing came for peer_timeout (everybody sends a kBeat several times as often), is lost.
+// Owned by one thread, except Wake().
+class Exchange {
+ public:
+  // size counts this rank too. Throws nothing; a failing eventfd shows in status().
+  Exchange(int self, int size, Clock::duration peer_timeout);
+
+  // peer_pid is its process on this host, 0 if unknown; only used to say that it is stopped.
+  void Add(int peer, std::unique_ptr<Link> link, int peer_pid);
+
+  // Queues a frame and sends what fits now. pass_fd must stay open until the frame is gone.
+  void Post(int peer, FrameKind kind, std::string_view payload, int pass_fd = -1);
+  void PostAll(FrameKind kind, std::string_view payload, int pass_fd = -1);
+
+  // Moves bytes until a frame is there, a peer is newly gone, Wake() was called, or the deadline has passed.
+  void Poll(Clock::time_point deadline);
+
+  // The oldest frame not yet taken. kBye and kBeat are dealt with here and never come out.
+  std::optional<Frame> Next();
+  // Puts frames that were taken too early back in front.
+  void PutBack(std::vector<Frame> frames);
+
+  // Why the first lost peer is lost; ok while nobody is.
+  const Status& lost() const { return lost_; }
+  int lost_peer() const { return lost_peer_; }
+  bool HasLeft(int peer) const { return peers_[static_cast<size_t>(peer)].state == State::kLeft; }
+  // The lowest peer that closed the Group, or -1.
+  int FirstLeft() const;
+  // The lowest peer whose link is not one inside this host, or -1.
+  int FirstOnOtherHost() const;
+
+  // Sends everything queued, or gives up at the deadline.
+  void Flush(Clock::time_point deadline);
+
+  // Ends a Poll, now or the next one. Any thread.
+  void Wake();
+
+  const Status& status() const { return status_; }
+
+ private:
+  enum class State { kAbsent, kConnected, kLeft, kLost };
+  struct Outgoing {
+    std::string bytes;
+    size_t sent = 0;
+    int pass_fd = -1;
+  };
+  struct Peer {
+    State state = State::kAbsent;
+    std::unique_ptr<Link> link;
+    int pid = 0;
+    std::deque<Outgoing> outgoing;
+    std::string incoming;
+    std::deque<UniqueFd> incoming_fds;  // in the order of their kSegment frames
+    Clock::time_point heard;
+  };
+
+  bool PollOnce(Clock::time_point deadline);  // true: something happened that a caller wants to see
+  void Send(int peer);
+  bool Receive(int peer);
+  bool Parse(int peer);
+  void Lose(int peer, const Status& why);
+  void Beat(Clock::time_point now);
+  bool CheckSilence(Clock::time_point now);
+
+  const int self_;
+  const Clock::duration peer_timeout_;
+  const Clock::duration beat_every_;
+  Clock::time_point next_beat_;
+  Clock::time_point last_poll_;
+  std::vector<Peer> peers_;
+  std::deque<Frame> inbox_;
+  Status lost_;
+  int lost_peer_ = -1;
+  UniqueFd wake_;
+  Status status_;
+};
+
+}  // namespace hvd
