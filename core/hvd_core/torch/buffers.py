@@ -1,0 +1,86 @@
+"""How a tensor becomes a buffer of the core: contiguous, on the host, without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument
+
+_DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
+
+def check_tensor(tensor: Any, name: str) -> None:
+    """Raises `InvalidArgument` for what no collective can carry."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"{name}: expected a torch.Tensor, got {type(tensor).__qualname__}")
+    if tensor.layout != torch.strided:
+        raise InvalidArgument(f"{name}: a {tensor.layout} tensor; pass tensor.to_dense()")
+    if tensor.dtype not in _DTYPES:
+        raise InvalidArgument(f"{name}: tensors of {tensor.dtype} are not supported")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"{name}: tensors on {tensor.device} are not supported; move it to cpu or cuda")
+
+
+def is_buffer(tensor: torch.Tensor) -> bool:
+    """Whether the core can work in this tensor's own memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous copies on the host, complete when this returns.
+
+    CUDA tensors go through pinned memory on the current stream, so they are read after the kernels that write them.
+    """
+    copies = []
+    devices = set()
+    for tensor in tensors:
+        on_gpu = tensor.device.type == "cuda"
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        copy.copy_(tensor.detach(), non_blocking=on_gpu)
+        copies.append(copy)
+        if on_gpu:
+            devices.add(tensor.device)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def as_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself when it is a buffer, else a host copy. Never requires grad."""
+    return tensor.detach() if is_buffer(tensor) else host_copies([tensor])[0]
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host` itself for the cpu, else a copy on `device`."""
+    return host if device.type == "cpu" else host.to(device)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a dtype that numpy has, for collectives that only move bytes."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over `array` (which nobody else may write); undoes `as_bits`."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
