@@ -132,14 +132,16 @@ class Block:
     float_dtype: str
     class_index: bool = False
 
-    def dtype_for(self, kinds: Sequence[str]) -> str:
-        """The stated rule: float when any column is; a label is int64 for class numbers, else floating."""
+    def dtype_for(self, kinds: Sequence[str], is_array: bool) -> str:
+        """The stated rule: float when any column is; a label is int64 for class numbers, else floating. Arrays of
+        floats as the label of a class loss are probabilities and stay floating."""
         if self.role == "validation":
             return "uint8"
         if self.role == "weight":
             return self.float_dtype
         if self.role == "label":
-            return "int64" if self.class_index else self.float_dtype
+            is_probability = is_array and "float" in kinds
+            return "int64" if self.class_index and not is_probability else self.float_dtype
         return "int64" if all(k == "int" for k in kinds) else self.float_dtype
 
 
@@ -173,11 +175,9 @@ class Layout:
     @property
     def input_columns(self) -> tuple[str, ...]:
         """The columns that predicting needs, as sent (before transform_fn)."""
-        made = {b.name for b in self.blocks if b.role != "input"} | {
-            c for b in self.blocks if b.role != "input" for c in b.columns
-        }
         used = {c for b in self.inputs for c in b.columns}
-        return tuple(c.name for c in self.columns if c.name in used or c.name not in made)
+        others = {c for b in self.blocks if b.role != "input" for c in b.columns}
+        return tuple(c.name for c in self.columns if c.name in used or c.name not in others)
 
     def null_value_of(self, column: str) -> float | None:
         if isinstance(self.null_value, Mapping):
@@ -269,7 +269,7 @@ def _bind(spec: TrainSpec, facts: ModelFacts) -> list[str | tuple[str, ...]]:
 
 
 def _check_count(n: int, what: str, facts: ModelFacts) -> None:
-    if facts.varargs and n >= facts.required or facts.required <= n <= len(facts.inputs):
+    if (facts.varargs and n >= facts.required) or facts.required <= n <= len(facts.inputs):
         return
     takes = (
         f"{facts.required}"
@@ -312,7 +312,13 @@ def _block(
     asked = {spec.dtypes[n] for n in names if n in spec.dtypes}
     if len(asked) > 1:
         raise ColumnError(f"columns {list(names)} are joined into one input but dtypes says {sorted(asked)}")
-    dtype = asked.pop() if asked else None if made else block.dtype_for([c.leaf for c in columns])
+    dtype = (
+        asked.pop()
+        if asked
+        else None
+        if made
+        else block.dtype_for([c.leaf for c in columns], columns[0].kind != "scalar")
+    )
     return Block(
         role, name, names, joined, dtype, _joined_shape(names, shapes, joined), float_dtype, class_index
     )

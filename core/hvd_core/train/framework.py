@@ -1,8 +1,8 @@
-"""The seam of a framework: what a training loop needs of torch, Keras, ... Chosen by the model's type."""
+"""The seam of a framework: what the training loop needs of torch, Keras, ... Chosen by the model's type."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,8 +13,8 @@ from .columns import ModelFacts
 from .spec import TrainSpec
 
 if TYPE_CHECKING:
-    from ..group import Group
-    from .result import OutputSpec
+    from .ranks import Ranks
+    from .shard import Shard
 
 
 @dataclass
@@ -36,28 +36,55 @@ class Batch:
 
 @dataclass
 class Totals:
-    """Sums of one pass over this rank's rows: numerators and denominators by name ("loss", metrics), rows used."""
+    """Sums of one pass over this rank's rows: numerators and denominators by name, rows and steps."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     rows: int = 0
     steps: int = 0
-    data_s: float = 0.0
-    compute_s: float = 0.0
     communication_s: float = 0.0
 
     def add(self, name: str, numerator: float, denominator: float) -> None:
         n, d = self.sums.get(name, (0.0, 0.0))
         self.sums[name] = (n + numerator, d + denominator)
 
+    def means(self, loss_weights: Mapping[str, float]) -> dict[str, float]:
+        """The mean of each name; with several losses also "loss", their weighted sum. NaN where nothing counted."""
+        means = {name: n / d if d else float("nan") for name, (n, d) in self.sums.items()}
+        if "loss" not in loss_weights and means:
+            means = {"loss": sum(w * means.get(n, float("nan")) for n, w in loss_weights.items()), **means}
+        return means
+
 
 class Framework(Protocol):
-    """Made anew for each fit, in the rank's process. All ranks call each method at the same time."""
+    """Made anew for each fit, in the process of the rank. All ranks call each method at the same time.
+
+    names: keys of Totals, the same on all ranks, once `bind_outputs` was called. loss_weights: those of them that
+    are losses, with what each counts. totals: of the epoch under way. needs_pairs: a batch of a single row cannot
+    be trained on.
+    """
+
+    model: Any
+    optimizer: Any
+    names: list[str]
+    totals: Totals
+
+    @property
+    def loss_weights(self) -> dict[str, float]: ...
+
+    @property
+    def needs_pairs(self) -> bool: ...
+
+    @property
+    def learning_rate(self) -> float: ...
 
     def facts(self, spec: TrainSpec) -> ModelFacts:
-        """What `plan_layout` needs; also refuses losses that cannot be reduced. Runs on the driver, no Group."""
+        """What `plan_layout` needs; refuses losses that cannot be reduced. Runs on the driver, without ranks."""
 
-    def prepare(self, spec: TrainSpec, group: Group, label_sample: Iterable[np.ndarray]) -> None:
+    def prepare(self, spec: TrainSpec, ranks: Ranks, shard: Shard) -> None:
         """Builds model and optimizer, makes the ranks equal, registers what reduces gradients."""
+
+    def bind_outputs(self, count: int) -> None:
+        """Says how many outputs the model has, before the first epoch."""
 
     def train_epoch(self, batches: Iterator[Batch], epoch: int, steps: int) -> Totals:
         """One optimizer step for each batch, also for batches without rows on this rank."""
@@ -65,8 +92,17 @@ class Framework(Protocol):
     def evaluate(self, batches: Iterator[Batch]) -> Totals:
         """Loss and metrics without training. No collective inside: ranks may have different numbers of batches."""
 
-    def predict(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        """Outputs for one batch."""
+    def end_epoch(self, logs: dict[str, float]) -> None:
+        """After validation; `logs` are equal on all ranks."""
+
+    def predict(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Outputs for one batch, in their own dtype."""
+
+    def digests(self) -> dict[str, bytes]:
+        """Parameter name -> digest of its bits."""
+
+    def weights(self) -> bytes:
+        """What `FitResult.weights` holds."""
 
     def state(self) -> dict[str, Any]:
         """A copy of everything that training changes, apart from the position in the data."""
@@ -75,7 +111,7 @@ class Framework(Protocol):
         """Puts a `state()` back."""
 
 
-def framework_for(spec: TrainSpec) -> Any:
+def framework_for(spec: TrainSpec) -> Framework:
     """The framework of `spec.model` (torch for a model_fn)."""
     model = spec.model
     if model is None or any(c.__module__.startswith("torch.nn") for c in type(model).__mro__):
@@ -85,6 +121,3 @@ def framework_for(spec: TrainSpec) -> Any:
     raise InvalidArgument(
         f"model must be a torch.nn.Module, not {type(model).__module__}.{type(model).__name__}"
     )
-
-
-__all__ = ["Batch", "Framework", "OutputSpec", "Totals", "framework_for"]

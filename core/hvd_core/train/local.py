@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from .columns import columns_of, plan_layout
+from .loop import fit_shard
 from .result import FitResult
+from .shard import Shard, ShardWriter
 from .spec import TrainSpec
 
 if TYPE_CHECKING:
     from ..group import Group
 
 
-def fit_local(spec: TrainSpec, table: pa.Table, group: Group | None = None) -> FitResult:
-    """Every rank of `group` (None: this process alone) calls it with its own rows. The spec's model is copied."""
-    raise NotImplementedError
+def fit_local(
+    spec: TrainSpec,
+    table: pa.Table,
+    group: Group | None = None,
+    *,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+) -> FitResult:
+    """Every rank of `group` (None: this process alone) calls it with its own rows; tables have one schema.
+
+    The spec is copied by pickle, as it would be on its way to a rank, so its model is not changed. Seeds the
+    framework's global random state.
+    """
+    import cloudpickle
+
+    layout = plan_layout(columns_of(table.schema), spec)
+    writer = ShardWriter(layout, memory_bytes=spec.shard_memory_bytes, directory=spec.shard_dir)
+    try:
+        for batch in table.select(layout.schema.names).combine_chunks().to_batches():
+            writer.write(batch)
+        packed = writer.finish()
+    finally:
+        writer.close()
+    try:
+        shard = Shard.attach(packed.fds, packed.description)
+    finally:
+        packed.close()
+    copied = cloudpickle.loads(cloudpickle.dumps(spec))
+    return fit_shard(copied, shard, group, on_progress=on_progress)

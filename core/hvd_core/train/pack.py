@@ -64,7 +64,7 @@ class Packer:
             made = " after transform_fn" if self._layout.transform_fn else ""
             raise DataError(f"column {missing[0]!r} of {block.role} {block.name!r} is missing{made}")
         parts = [arrays[n] for n in block.columns]
-        dtype = self.dtypes[i] or block.dtype_for([_leaf(p) for p in parts], parts[0].ndim - 1)
+        dtype = self.dtypes[i] or block.dtype_for([_leaf(p) for p in parts], parts[0].ndim > 1)
         for name, part in zip(block.columns, parts, strict=True):
             _check_values(block, name, part, dtype)
         rows = _joined(block, parts, dtype) if block.joined else np.ascontiguousarray(parts[0], dtype)

@@ -142,7 +142,7 @@ class ShardWriter:
 
 
 def _write(fd: int, array: np.ndarray) -> None:
-    data = memoryview(array.reshape(-1).view(np.uint8))
+    data = array.reshape(-1).view(np.uint8).data
     while data.nbytes:
         data = data[os.write(fd, data) :]
 

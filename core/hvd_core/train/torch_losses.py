@@ -129,7 +129,9 @@ class Term:
         if value.ndim and len(value) == rows:
             return _weighted(value, weight), value.numel() / max(rows, 1)
         if value.numel() != 1:
-            raise LossError(f"loss {self.name} returned shape {tuple(value.shape)} for {rows} rows, not a scalar")
+            raise LossError(
+                f"loss {self.name} returned shape {tuple(value.shape)} for {rows} rows, not a scalar"
+            )
         if weight is not None:
             raise LossError(
                 f"loss {self.name} returned a scalar, but sample_weight_col needs one value for each of the {rows} "
@@ -139,12 +141,8 @@ class Term:
         return (value * rows if self.how == "mean" else value), 1.0
 
     def plain(self, output: Tensor, label: Tensor) -> Tensor:
-        """The user's own call, untouched."""
-        value = self.loss(output, label)
-        if self.how == "custom":
-            numerator, denominator = self._pair(value)
-            return numerator / denominator
-        value = self._tensor(value)
+        """The user's own call, untouched (not for "custom")."""
+        value = self._tensor(self.loss(output, label))
         if value.numel() != 1:
             if self._unreduced is None and value.ndim and len(value) == len(output):
                 return value.mean() if self.how == "mean" else value.sum()
@@ -166,7 +164,9 @@ class Term:
             )
         numerator = self._tensor(value[0])
         if numerator.numel() != 1:
-            raise LossError(f"loss {self.name} returned a numerator of shape {tuple(numerator.shape)}, not a scalar")
+            raise LossError(
+                f"loss {self.name} returned a numerator of shape {tuple(numerator.shape)}, not a scalar"
+            )
         denominator = torch.as_tensor(value[1], dtype=torch.float64).detach().reshape(())
         return numerator.reshape(()), denominator
 
@@ -198,7 +198,9 @@ def _hashable(value: Any) -> bool:
 
 def _reduction_of(loss: _Loss) -> str:
     if loss.reduction == "none":
-        raise InvalidArgument(f"loss {type(loss).__name__}(reduction='none') gives no scalar; use 'mean' or 'sum'")
+        raise InvalidArgument(
+            f"loss {type(loss).__name__}(reduction='none') gives no scalar; use 'mean' or 'sum'"
+        )
     return str(loss.reduction)
 
 

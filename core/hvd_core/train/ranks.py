@@ -1,0 +1,46 @@
+"""The few collectives the training loop needs; without a Group, or with one rank, they cost nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from ..group import Group
+
+
+class Ranks:
+    """All ranks call each method at the same time, with the same name and sizes."""
+
+    def __init__(self, group: Group | None):
+        self.group = group
+        self.rank = 0 if group is None else group.rank
+        self.size = 1 if group is None else group.size
+        if self.size > 1:
+            from .. import basics
+
+            if not basics.is_initialized() or basics.default_group() is not group:
+                raise InvalidArgument(
+                    "training needs the default Group: pass hvd_core.basics.default_group()"
+                )
+
+    def sum(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Element-wise sum over ranks, in place. float64 or integers."""
+        if self.group is not None and self.size > 1:
+            self.group.allreduce(values, name=f"train.{name}")
+        return values
+
+    def gather(self, data: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+        if self.group is None or self.size == 1:
+            return [data]
+        return self.group.allgather_bytes(data, name=f"train.{name}")
+
+    def broadcast(self, data: bytes | None, root: int, name: str) -> bytes:
+        """Root's bytes, on every rank."""
+        if self.group is None or self.size == 1:
+            return data or b""
+        return self.group.broadcast_bytes(data, root=root, name=f"train.{name}")
