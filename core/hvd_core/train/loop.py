@@ -179,16 +179,22 @@ class _Loop:
         for epoch in range(epochs):
             left = steps if spec.max_steps is None else min(steps, spec.max_steps - epoch * steps)
             self._run.epoch = epoch
-            entry, stop = self._epoch(epoch, epochs, left)
+            entry = self._epoch(epoch, epochs, left)
             self._run.history.append(entry)
             early = self._is_enough(entry, epoch)
             self._call("on_epoch_end", entry)
             self._report(epoch, epochs, left - 1, entry["rows"] / max(entry["seconds"], 1e-9), entry)
-            if early or stop:
+            if early or self._any_stops():
                 return "early" if early else "callback"
         return ""
 
-    def _epoch(self, epoch: int, epochs: int, steps: int) -> tuple[dict[str, Any], bool]:
+    def _any_stops(self) -> bool:
+        """Whether a callback of any rank asked to stop."""
+        if not self._spec.callbacks:
+            return False
+        return bool(self._ranks.sum(np.array([float(self._run.stopping)]), "stop")[0])
+
+    def _epoch(self, epoch: int, epochs: int, steps: int) -> dict[str, Any]:
         framework, rank, plan = self._framework, self._ranks.rank, self._plan
         start = time.perf_counter()
         requests = self._requests(epoch, steps)
@@ -203,7 +209,7 @@ class _Loop:
         self._check_parameters()
         trained_s = time.perf_counter() - start
         entry: dict[str, Any] = {"epoch": epoch}
-        extra = [data_s, totals.communication_s, trained_s, float(self._run.stopping)]
+        extra = [data_s, totals.communication_s, trained_s]
         means, rows, sums = self._reduced(totals, extra, "epoch")
         entry.update(means)
         if steps == plan.steps and rows != plan.total:
@@ -211,7 +217,7 @@ class _Loop:
         if self._validation_rows:
             entry.update({f"val_{k}": v for k, v in self._validate().items()})
         framework.end_epoch({k: v for k, v in entry.items() if isinstance(v, float)})
-        data_s, communication_s, trained_s, stopping = (s / self._ranks.size for s in sums)
+        data_s, communication_s, trained_s = (s / self._ranks.size for s in sums)
         entry.update(
             rows=rows,
             steps=steps,
@@ -223,7 +229,7 @@ class _Loop:
         )
         for part in ("data", "compute", "communication"):
             self._seconds[part] += entry[part]
-        return entry, stopping > 0
+        return entry
 
     def _requests(self, epoch: int, steps: int) -> Iterator[Request]:
         spec, rank = self._spec, self._ranks.rank

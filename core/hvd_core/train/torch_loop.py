@@ -121,6 +121,10 @@ class TorchFramework:
         self._base_rates = [float(g["lr"]) for g in self.optimizer.param_groups]
         schedule = spec.lr_schedule
         self._scheduler = schedule.factory(self.optimizer) if isinstance(schedule, Scheduler) else None
+        if isinstance(schedule, Scheduler) and not hasattr(self._scheduler, "step"):
+            raise InvalidArgument(
+                f"Scheduler: factory(optimizer) returned {self._scheduler!r}, not a scheduler"
+            )
         self._schedule: Callable[[float], float] | None = (
             None if isinstance(schedule, Scheduler) else schedule
         )
