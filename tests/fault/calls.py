@@ -1,0 +1,80 @@
+"""What the rank processes of the fault tests run."""
+
+from __future__ import annotations
+
+import select
+import time
+
+import numpy as np
+
+from hvd_core import Group, Sum
+from hvd_core.errors import Aborted, CollectiveTimeout, GroupClosed, MismatchError, PeerLost
+
+
+def add(group: Group, name: str = "x", count: int = 1000) -> float:
+    array = np.ones(count)
+    group.allreduce(array, name=name, op=Sum)
+    return float(array[-1])
+
+
+def add_until_it_fails(group: Group, count: int) -> tuple[str, str, float]:
+    """The error of the first allreduce that fails, when it came, and proof that no sum before was wrong."""
+    array = np.empty(count, np.float32)
+    try:
+        while True:
+            array.fill(1)
+            group.allreduce(array, name="x")
+            assert (array == group.size).all()
+    except (PeerLost, Aborted, GroupClosed, CollectiveTimeout) as error:
+        return type(error).__name__, str(error), time.monotonic()
+
+
+def wait_in_vain(group: Group, name: str) -> tuple[str, str, float]:
+    try:
+        add(group, name)
+    except (PeerLost, Aborted, GroupClosed, CollectiveTimeout) as error:
+        return type(error).__name__, str(error), time.monotonic()
+    return "", "", time.monotonic()
+
+
+def wait_for_death(group: Group) -> tuple[str | None, float]:
+    select.select([group], [], [], 20)
+    return group.reason, time.monotonic()
+
+
+def abort(group: Group, reason: str) -> float:
+    at = time.monotonic()
+    group.abort(reason)
+    return at
+
+
+def close(group: Group) -> None:
+    group.close()
+
+
+def add_again_after_death(group: Group) -> None:
+    add(group, "later")
+
+
+def disagree(group: Group) -> str:
+    array = np.ones((10 + 2 * group.rank,), np.float32)
+    try:
+        group.allreduce(array, name="grad/fc1.weight")
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def hold_the_gil_then_add(group: Group, seconds: float) -> float:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(10_000))
+    return add(group)
+
+
+def wait_for_ctrl_c(group: Group) -> float:
+    try:
+        add(group, "never")
+    except KeyboardInterrupt:
+        return time.monotonic()
+    raise AssertionError("no KeyboardInterrupt")

@@ -1,0 +1,260 @@
+"""What the core does when a rank dies, stops, leaves, aborts, disagrees, or is not one of ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_core import Config, Group, Listener
+from hvd_core.errors import CollectiveTimeout, InvalidArgument, PeerLost
+
+from .calls import (
+    abort,
+    add,
+    add_again_after_death,
+    add_until_it_fails,
+    close,
+    disagree,
+    hold_the_gil_then_add,
+    wait_for_ctrl_c,
+    wait_for_death,
+    wait_in_vain,
+)
+from .ranks import bound_ranks, connect, connected_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# -- death ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [16, 4_000_000])
+def test_a_killed_rank_is_noticed_by_all_within_half_a_second(count: int) -> None:
+    with connected_ranks(3) as ranks:
+        for rank in ranks:
+            rank.start(add_until_it_fails, count)
+        assert not ranks[0].pipe.poll(0.3), "they were to be in the middle of it"
+        killed_at = ranks[1].kill()
+        for survivor in (ranks[0], ranks[2]):
+            kind, text, at = survivor.result()
+            assert kind == "PeerLost"
+            assert "rank 1" in text
+            assert at - killed_at < 0.5
+
+
+def test_death_is_noticed_without_a_collective_and_stays() -> None:
+    with connected_ranks(2) as ranks:
+        ranks[1].start(wait_for_death)
+        killed_at = ranks[0].kill()
+        reason, at = ranks[1].result()
+        assert reason is not None
+        assert "rank 0" in reason
+        assert at - killed_at < 0.5
+        assert isinstance(ranks[1].call(add_again_after_death), PeerLost)
+
+
+def test_a_stopped_rank_is_reported_as_stopped() -> None:
+    with connected_ranks(2, peer_timeout_s=1.0) as ranks:
+        stopped_at = ranks[1].kill(signal.SIGSTOP)
+        kind, text, at = ranks[0].call(wait_in_vain, "y")
+        assert kind == "PeerLost"
+        assert "rank 1" in text
+        assert "stopped" in text
+        assert "peer_timeout_s" in text
+        assert at - stopped_at < 3
+
+
+def test_a_rank_that_computes_is_not_taken_for_dead() -> None:
+    with connected_ranks(2, peer_timeout_s=0.5) as ranks:
+        ranks[1].start(add)
+        ranks[0].start(hold_the_gil_then_add, 1.5)
+        assert ranks[0].result() == 2
+        assert ranks[1].result() == 2
+
+
+# -- abort, close, stall, mismatch ----------------------------------------------------------------------
+
+
+def test_abort_reaches_every_wait_in_100_ms() -> None:
+    with connected_ranks(3) as ranks:
+        ranks[1].start(wait_in_vain, "y")
+        ranks[2].start(wait_for_death)
+        assert not ranks[1].pipe.poll(0.2)
+        aborted_at = ranks[0].call(abort, "rank 0 raised ValueError: boom")
+        kind, text, at = ranks[1].result()
+        assert (kind, text) == ("Aborted", "rank 0 raised ValueError: boom")
+        assert at - aborted_at < 0.1
+        reason, at = ranks[2].result()
+        assert reason == "rank 0 raised ValueError: boom"
+        assert at - aborted_at < 0.1
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_ends_what_needs_it(leaver: int) -> None:
+    with connected_ranks(2) as ranks:
+        stayer = ranks[1 - leaver]
+        stayer.start(wait_in_vain, "y")
+        ranks[leaver].call(close)
+        kind, text, _ = stayer.result()
+        assert kind == "GroupClosed"
+        assert f"rank {leaver}" in text
+        assert "'y'" in text
+
+
+def test_a_stall_names_ranks_and_tensors_then_ends() -> None:
+    with connected_ranks(2, stall_warn_s=0.2, stall_shutdown_s=1.0) as ranks:
+        ranks[0].start(wait_in_vain, "mine")
+        ranks[1].start(wait_in_vain, "yours")
+        for rank in ranks:
+            kind, text, _ = rank.result()
+            assert kind == "CollectiveTimeout"
+            assert "stall_shutdown_s" in text
+            assert "rank 0" in text
+            assert "rank 1" in text
+            assert "'mine'" in text
+            assert "'yours'" in text
+
+
+def test_a_mismatch_reaches_all_and_the_group_lives_on() -> None:
+    with connected_ranks(2) as ranks:
+        for rank in ranks:
+            rank.start(disagree)
+        texts = [rank.result() for rank in ranks]
+        assert texts == ["grad/fc1.weight: rank 1 has shape (12,), rank 0 has (10,)"] * 2
+        for rank in ranks:
+            rank.start(add)
+        assert [rank.result() for rank in ranks] == [2, 2]
+
+
+# -- strangers ------------------------------------------------------------------------------------------
+
+
+def _addresses(endpoint: str) -> tuple[int, str]:
+    fields = dict(field.split("=", 1) for field in endpoint.split(";")[1:])
+    return int(fields["tcp"].rpartition(":")[2]), "\0" + fields["unix"]
+
+
+def test_strangers_are_dropped_and_counted_and_the_job_goes_on() -> None:
+    with bound_ranks(2, [Config(), Config()]) as ranks:
+        port, name = _addresses(ranks[0].endpoint)
+        strangers = []
+        for junk in (b"", b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(4096), b"hvdrank\n" + b"\xff" * 40):
+            for family, address in ((socket.AF_INET, ("127.0.0.1", port)), (socket.AF_UNIX, name)):
+                stranger = socket.socket(family, socket.SOCK_STREAM)
+                stranger.connect(address)
+                stranger.sendall(junk)
+                if junk:
+                    strangers.append(stranger)
+                else:
+                    stranger.close()
+        dropped, others = connect(ranks)
+        assert isinstance(dropped, int), dropped
+        assert dropped >= 7
+        assert others == 0
+        for rank in ranks:
+            rank.start(add)
+        assert [rank.result() for rank in ranks] == [2, 2]
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_wrong_token_is_refused_by_name() -> None:
+    with bound_ranks(2, [Config(connect_timeout_s=2)] * 2) as ranks:
+        acceptor, connector = connect(ranks, [b"right", b"wrong"])
+        assert isinstance(connector, InvalidArgument)
+        assert "token" in str(connector)
+        assert isinstance(acceptor, CollectiveTimeout)
+        assert "rank 1" in str(acceptor)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    here, nobody = Listener.bind(), Listener.bind()
+    endpoints = [nobody.endpoint, here.endpoint]
+    with pytest.raises(CollectiveTimeout, match="rank 0"):
+        Group.connect(here, endpoints, rank=1, token=b"t", config=Config(connect_timeout_s=0.3))
+
+
+def test_ranks_on_several_hosts_are_refused_by_name() -> None:
+    configs = [Config(host_id="host-a"), Config(host_id="host-b")]
+    with bound_ranks(2, configs) as ranks:
+        for host, answer in zip(("host-b", "host-a"), connect(ranks), strict=True):
+            assert isinstance(answer, InvalidArgument)
+            assert host in str(answer)
+            assert "one host" in str(answer)
+
+
+def test_a_wrong_interface_lists_the_right_ones() -> None:
+    with pytest.raises(InvalidArgument, match=r"no network interface 'nope0'.*\blo\b"):
+        Listener.bind(Config(interface="nope0"))
+
+
+# -- nothing is left ------------------------------------------------------------------------------------
+
+
+def _pair_of_groups(epoch: int, listeners: list[Listener]) -> list[float]:
+    """Two ranks as threads of this process connect, add and close."""
+    sums: list[Any] = [None, None]
+
+    def rank(index: int) -> None:
+        endpoints = [listener.endpoint for listener in listeners]
+        with Group.connect(listeners[index], endpoints, rank=index, token=b"t", epoch=epoch) as group:
+            sums[index] = add(group, count=300_000)
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sums
+
+
+def _footprint() -> tuple[int, int, int]:
+    """Threads, descriptors and shared mappings of this process."""
+    mappings = Path("/proc/self/maps").read_text().count("memfd:hvd")
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), mappings
+
+
+def test_ten_groups_one_after_another_leave_nothing() -> None:
+    listeners = [Listener.bind(), Listener.bind()]
+    assert _pair_of_groups(0, listeners) == [2, 2]
+    before = _footprint()
+    for epoch in range(1, 11):
+        assert _pair_of_groups(epoch, listeners) == [2, 2]
+    # A joined thread stays in /proc for a moment.
+    deadline = time.monotonic() + 5
+    while _footprint() != before and time.monotonic() < deadline:
+        os.sched_yield()
+    assert _footprint() == before
+
+
+def test_a_forked_group_refuses_to_work() -> None:
+    group = Group.solo()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            add(group)
+        except InvalidArgument as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert b"forked" in os.read(read, 1000)
+    os.close(read)
+    os.close(write)
+    assert add(group) == 1
+    group.close()
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    with connected_ranks(2) as ranks:
+        ranks[1].start(wait_for_ctrl_c)
+        assert not ranks[1].pipe.poll(0.3)
+        sent_at = ranks[1].kill(signal.SIGINT)
+        assert ranks[1].result() - sent_at < 1
