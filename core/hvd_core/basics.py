@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class _Session:
     """From one `init` to its `shutdown`: the Group, and the counters behind the names that users leave out.
 
-    The counters live here so that they start anew with each Group: ranks that were in an earlier Group and ranks
-    that were not still choose the same names.
+    The counters live here so that they start anew with each Group: ranks that were in an earlier Group and
+    ranks that were not still choose the same names.
     """
 
     def __init__(self, group: Group):
@@ -50,10 +50,10 @@ def _current() -> _Session:
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Connects this process to the other ranks of the job; blocks until all of them have called it.
 
-    The launcher (`hvd_core.run`, `HorovodEstimator`, ...) has said who they are; without one the size is 1.
-    A second call is a no-op; `init` after `shutdown` connects again. `comm` (MPI communicators and lists of ranks)
-    and `process_sets` are not supported and must be left out. Raises `PeerLost` or `CollectiveTimeout` when the
-    others do not come.
+    The launcher (`hvd_core.run`, `HorovodEstimator`, ...) has said who they are; without one the size is 1. A
+    second call is a no-op; `init` after `shutdown` connects again. `comm` (MPI communicators and lists of
+    ranks) and `process_sets` are not supported and must be left out. Raises `PeerLost` or `CollectiveTimeout`
+    when the others do not come.
     """
     global _session, _atexit_registered
     if comm is not None:
@@ -76,7 +76,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job. Idempotent, never blocks on other ranks; what they still had in flight with this rank fails there."""
+    """Leaves the job. Idempotent, never blocks on other ranks; what they still had in flight with this rank
+    fails there."""
     global _session
     with _lock:
         session, _session = _session, None
@@ -85,7 +86,8 @@ def shutdown() -> None:
 
 
 def abort(reason: str) -> None:
-    """Makes every rank's pending and later collectives raise `Aborted(reason)`; nothing when not initialized."""
+    """Makes every rank's pending and later collectives raise `Aborted(reason)`; nothing when not
+    initialized."""
     session = _session
     if session is not None:
         session.group.abort(reason)

@@ -1,7 +1,7 @@
 """Python objects between ranks: cloudpickle over the byte collectives of the default Group. Framework-free.
 
-A rank that cannot pickle its object tells the others instead of leaving them waiting: each message starts with one
-byte, `_OBJECT` or `_ERROR`.
+A rank that cannot pickle its object tells the others instead of leaving them waiting: each message starts
+with one byte, `_OBJECT` or `_ERROR`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def broadcast_object(
 ) -> Any:
     """Returns root's `obj` on every rank: the object itself on root, a copy elsewhere, of any size.
 
-    Every rank must call it with the same `root_rank`; the `obj` of ranks other than root is not looked at. The
-    others unpickle what root sent. Raises `NotPicklable` on every rank when root's object does not pickle.
+    Every rank must call it with the same `root_rank`; the `obj` of ranks other than root is not looked at.
+    The others unpickle what root sent. Raises `NotPicklable` on every rank when root's object does not
+    pickle.
     """
     group = basics.group_of(process_set)
     if not 0 <= root_rank < group.size:
@@ -54,7 +55,7 @@ def _dumps(obj: Any) -> bytes:
     buffer.write(_OBJECT)
     try:
         cloudpickle.dump(obj, buffer)
-    except Exception as error:  # whatever a user's __reduce__ raises must reach the other ranks too
+    except Exception as error:  # noqa: BLE001 (whatever a user's __reduce__ raises must reach the other ranks too)
         return _ERROR + f"{type(obj).__qualname__}: {type(error).__name__}: {error}".encode(errors="replace")
     return buffer.getvalue()
 

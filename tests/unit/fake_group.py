@@ -1,7 +1,7 @@
 """Ranks as threads: a Group whose collectives numpy performs, to test adapters without processes.
 
-`run_ranks(size, fn)` calls `fn(rank)` in `size` threads, each with its own default Group, and returns the results by
-rank or raises the first failure. `calls` of a Group lists the names that its rank submitted.
+`run_ranks(size, fn)` calls `fn(rank)` in `size` threads, each with its own default Group, and returns the
+results by rank or raises the first failure. `calls` of a Group lists the names that its rank submitted.
 """
 
 from __future__ import annotations
@@ -66,12 +66,16 @@ class FakeGroup:
         self.hub, self.rank, self.size = hub, rank, hub.size
         self.calls: list[str] = []
 
-    def _submit(self, name: str, what: tuple[Any, ...], arrays: list[Any], outs: list[Any]) -> FakeHandle:
+    def _submit(
+        self, name: str, what: tuple[Any, ...], arrays: list[Any], outs: list[Any], names: Any = None
+    ) -> FakeHandle:
         hub = self.hub
         self.calls.append(name)
         for array in [*arrays, *outs]:
             if isinstance(array, torch.Tensor):
-                assert array.is_contiguous() and array.device.type == "cpu" and not array.requires_grad
+                assert array.is_contiguous()
+                assert array.device.type == "cpu"
+                assert not array.requires_grad
             elif isinstance(array, np.ndarray):
                 assert array.flags.c_contiguous
         with hub.changed:
@@ -82,8 +86,8 @@ class FakeGroup:
             if len(collective.arrived) == hub.size:
                 del hub.in_flight[name]
                 try:
-                    _perform(name, collective, hub.size)
-                except Exception as error:
+                    _perform(name, names or [name], collective, hub.size)
+                except Exception as error:  # noqa: BLE001 (raised on every rank)
                     collective.error = error
                 collective.done = True
                 hub.changed.notify_all()
@@ -98,10 +102,12 @@ class FakeGroup:
         prescale: float = 1.0,
         postscale: float = 1.0,
         outs: Any = None,
+        names: Any = None,
     ) -> FakeHandle:
         arrays = list(arrays)
+        names = names or [f"{name}_{i}of{len(arrays)}" for i in range(len(arrays))]
         what = ("allreduce", int(op), prescale, postscale)
-        return self._submit(name, what, arrays, arrays if outs is None else list(outs))
+        return self._submit(name, what, arrays, arrays if outs is None else list(outs), names)
 
     def allreduce_async(self, array: Any, *, name: str, out: Any = None, **scaling: Any) -> FakeHandle:
         return self.grouped_allreduce_async(
@@ -144,7 +150,7 @@ def _signature(arrays: list[Any], rows_free: bool) -> list[Any]:
     return [(str(a.dtype), tuple(a.shape)[1:] if rows_free else tuple(a.shape)) for a in arrays]
 
 
-def _perform(name: str, collective: _Collective, size: int) -> None:
+def _perform(name: str, names: Any, collective: _Collective, size: int) -> None:
     what, arrays_0, _ = collective.arrived[0]
     kind = what[0]
     for rank in range(size):
@@ -159,9 +165,7 @@ def _perform(name: str, collective: _Collective, size: int) -> None:
             )
             for i, (mine, zero) in enumerate(members):
                 if mine != zero:
-                    raise MismatchError(
-                        f"{name}_{i}of{len(arrays)}: rank {rank} has {mine}, rank 0 has {zero}"
-                    )
+                    raise MismatchError(f"{names[i]}: rank {rank} has {mine}, rank 0 has {zero}")
     everyone = range(size)
     columns = [[collective.arrived[r][1][i] for r in everyone] for i in range(len(arrays_0))]
     if kind == "allreduce":
@@ -234,7 +238,7 @@ def run_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
         _mine.session = basics._Session(FakeGroup(hub, rank))  # type: ignore[arg-type]
         try:
             results[rank] = fn(rank)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (raised by the caller's thread)
             failures.append(error)
             _mine.session.group.abort(f"rank {rank} raised {error!r}")
 

@@ -1,4 +1,5 @@
-"""hvd_core.torch collectives, objects and parameters over ranks that are threads. Oracles: torch on the stacked inputs."""
+"""hvd_core.torch collectives, objects and parameters over ranks that are threads. Oracles: torch on the
+stacked inputs."""
 
 from __future__ import annotations
 
@@ -7,13 +8,12 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import hvd_core.torch as hvd  # noqa: E402
-from hvd_core import basics, objects  # noqa: E402
-from hvd_core.errors import InvalidArgument, MismatchError, NotInitialized, NotPicklable  # noqa: E402
-from tests.unit.fake_group import calls, run_ranks  # noqa: E402
+import hvd_core.torch as hvd
+from hvd_core import basics, objects
+from hvd_core.errors import InvalidArgument, MismatchError, NotInitialized, NotPicklable
+from tests.unit.fake_group import calls, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,12 +42,14 @@ def test_allreduce_forms_agree_with_torch(size: int, op: Any) -> None:
         assert torch.allclose(hvd.allreduce(mine.t(), op=op), expected.t())
         assert torch.equal(mine, kept)
         a, b = hvd.grouped_allreduce([mine, mine.float()], op=op)
-        assert (
-            torch.allclose(a, expected) and torch.allclose(b, expected.float()) and b.dtype == torch.float32
-        )
-        assert hvd.allreduce_(mine, op=op) is mine and torch.allclose(mine, expected)
+        assert torch.allclose(a, expected)
+        assert torch.allclose(b, expected.float())
+        assert b.dtype == torch.float32
+        assert hvd.allreduce_(mine, op=op) is mine
+        assert torch.allclose(mine, expected)
         pair = [rank_tensor(rank), rank_tensor(rank)]
-        assert hvd.grouped_allreduce_(pair, op=op)[1] is pair[1] and torch.allclose(pair[1], expected)
+        assert hvd.grouped_allreduce_(pair, op=op)[1] is pair[1]
+        assert torch.allclose(pair[1], expected)
 
     run_ranks(size, body)
 
@@ -56,16 +58,18 @@ def test_shapes_names_scales_and_compression() -> None:
     def body(rank: int) -> None:
         assert hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum).shape == ()
         assert hvd.allreduce(torch.zeros(0, 3)).shape == (0, 3)
-        assert hvd.grouped_allreduce([]) == [] and hvd.grouped_allreduce_([]) == []
+        assert hvd.grouped_allreduce([]) == []
+        assert hvd.grouped_allreduce_([]) == []
         assert hvd.allreduce(
             torch.ones(2), op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5
         ).tolist() == [3.0, 3.0]
         assert hvd.allreduce(torch.tensor([3 + rank])).tolist() == [3]  # 7 / 2, truncated
         for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
             out = hvd.allreduce(torch.full((2,), 1.0 + rank), compression=compression)
-            assert out.dtype == torch.float32 and out.tolist() == [1.5, 1.5]
+            assert out.dtype == torch.float32
+            assert out.tolist() == [1.5, 1.5]
             assert hvd.allreduce(torch.tensor([7]), compression=compression).tolist() == [7]
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="average="):
             assert hvd.allreduce(torch.ones(1), average=False).tolist() == [2.0]
         first = hvd.allreduce_async(torch.ones(1), name="a" if rank else "b", op=hvd.Sum)
         second = hvd.allreduce_async(torch.ones(1) * 2, name="b" if rank else "a", op=hvd.Sum)
@@ -106,7 +110,8 @@ def test_gradients_are_those_of_horovod() -> None:
             hvd.allreduce(twice, op=hvd.Sum).pow(3).sum(), twice, create_graph=True
         )
         (second,) = torch.autograd.grad(first.sum(), twice)
-        assert first.item() == 2 * 3 * 36 and second.item() == 2 * 6 * 6 * 2
+        assert first.item() == 2 * 3 * 36
+        assert second.item() == 2 * 6 * 6 * 2
 
     run_ranks(2, body)
 
@@ -120,13 +125,16 @@ def test_allgather_and_broadcast() -> None:
             mine = rank_tensor(rank, (2 * rank, 3), dtype)  # rank 0 has no rows
             expected = torch.cat([rank_tensor(r, (2 * r, 3), dtype) for r in range(3)])
             got = hvd.allgather(mine)
-            assert got.dtype == dtype and torch.equal(got, expected)
+            assert got.dtype == dtype
+            assert torch.equal(got, expected)
             one, two = hvd.grouped_allgather([mine, mine[:, :1]])
-            assert torch.equal(one, expected) and torch.equal(two, expected[:, :1])
+            assert torch.equal(one, expected)
+            assert torch.equal(two, expected[:, :1])
             values = rank_tensor(rank, (3, 2), dtype)
             assert torch.equal(hvd.broadcast(values, 2), rank_tensor(2, (3, 2), dtype))
             assert torch.equal(values, rank_tensor(rank, (3, 2), dtype))
-            assert hvd.broadcast_(values, 1) is values and torch.equal(values, rank_tensor(1, (3, 2), dtype))
+            assert hvd.broadcast_(values, 1) is values
+            assert torch.equal(values, rank_tensor(1, (3, 2), dtype))
         assert hvd.broadcast(torch.tensor(rank), 1).item() == 1
 
     run_ranks(3, body)
@@ -136,14 +144,16 @@ def test_handles() -> None:
     def body(rank: int) -> None:
         if rank == 0:
             handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
-            assert isinstance(handle, int) and not hvd.poll(handle)
+            assert isinstance(handle, int)
+            assert not hvd.poll(handle)
             with pytest.raises(ValueError, match="x is in flight already"):
                 hvd.allreduce_async(torch.ones(2), name="x")
         hvd.barrier()  # completes although x is pending
         if rank == 1:
             handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
         hvd.barrier()
-        assert hvd.poll(handle) and hvd.synchronize(handle).tolist() == [2.0, 2.0]
+        assert hvd.poll(handle)
+        assert hvd.synchronize(handle).tolist() == [2.0, 2.0]
         for use in (hvd.poll, hvd.synchronize):
             for bad in (handle, -1, "x"):
                 with pytest.raises(ValueError, match="was never given out"):
@@ -239,12 +249,14 @@ def test_objects() -> None:
     def body(rank: int) -> None:
         mine = {"rank": rank, "f": lambda x: x + rank}
         got = hvd.broadcast_object(mine if rank == 1 else None, root_rank=1)
-        assert got["rank"] == 1 and got["f"](1) == 2 and (got is mine) == (rank == 1)
+        assert got["rank"] == 1
+        assert got["f"](1) == 2
+        assert (got is mine) == (rank == 1)
         assert [o["f"](0) for o in hvd.allgather_object(mine)] == [0, 1]
         lock = threading.Lock()
         with pytest.raises(NotPicklable, match="object of rank 1"):
             objects.allgather_object(lock if rank == 1 else 1)
-        with pytest.raises(NotPicklable, match="object of rank 0 does not pickle: .*lock"):
+        with pytest.raises(NotPicklable, match=r"object of rank 0 does not pickle: .*lock"):
             objects.broadcast_object(lock if rank == 0 else None)
         assert hvd.allgather_object(None) == [None, None]
 

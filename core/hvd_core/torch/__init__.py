@@ -3,7 +3,8 @@
     hvd.init()
     model = Net()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     for x, y in batches:                    # each rank its own
         optimizer.zero_grad()
         loss(model(x), y).backward()        # gradients are averaged over ranks when this returns

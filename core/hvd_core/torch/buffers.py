@@ -49,7 +49,8 @@ def is_buffer(tensor: torch.Tensor) -> bool:
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous copies on the host, complete when this returns.
 
-    CUDA tensors go through pinned memory on the current stream, so they are read after the kernels that write them.
+    CUDA tensors go through pinned memory on the current stream, so they are read after the kernels that write
+    them.
     """
     copies = []
     devices = set()

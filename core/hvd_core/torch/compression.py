@@ -8,8 +8,8 @@ import torch
 
 
 class Compressor(Protocol):
-    """`decompress(*compress(t))` has the dtype and shape of `t`. Reductions run on the compressed tensor, so scale
-    factors apply after the cast."""
+    """`decompress(*compress(t))` has the dtype and shape of `t`. Reductions run on the compressed tensor, so
+    scale factors apply after the cast."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
 

@@ -21,12 +21,13 @@ class Member(Protocol):
 class Backward:
     """One running backward pass over parameters of one Group, and the optimizers that take part in it.
 
-    Each member waits for other ranks. They do so side by side: on another rank gradients may have arrived in another
-    order, or one member's not at all (it joins in its step), so that waiting one after the other could be crosswise.
+    Each member waits for other ranks. They do so side by side: on another rank gradients may have arrived in
+    another order, or one member's not at all (it joins in its step), so that waiting one after the other
+    could be crosswise.
 
-    autograd owns the instance (through its callback), everyone else refers to it weakly: it is gone when the pass has
-    ended or has failed. `done` says the same while a traceback keeps it alive. A backward inside a backward
-    (reentrant checkpointing) joins the outer one if that has delivered a gradient before.
+    autograd owns the instance (through its callback), everyone else refers to it weakly: it is gone when the
+    pass has ended or has failed. `done` says the same while a traceback keeps it alive. A backward inside a
+    backward (reentrant checkpointing) joins the outer one if that has delivered a gradient before.
     """
 
     def __init__(self, group: Group) -> None:
@@ -57,7 +58,8 @@ def is_running(backward: weakref.ref[Backward] | None) -> bool:
 
 
 def join(member: Member, group: Group) -> weakref.ref[Backward]:
-    """To be called from a gradient hook, once for each pass: `member.end_of_backward(group)` runs when it ends."""
+    """To be called from a gradient hook, once for each pass: `member.end_of_backward(group)` runs when it
+    ends."""
     backward = _running.get(group)
     running = backward() if backward is not None else None
     if backward is None or running is None or running.done:

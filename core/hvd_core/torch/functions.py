@@ -17,9 +17,9 @@ from .ops import broadcast_async, broadcast_async_
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
     """Overwrites tensors with those of `root_rank`, in place.
 
-    `params`: a `state_dict()`, or any iterable of (name, tensor) pairs such as `model.named_parameters()`, or of bare
-    tensors. Every rank passes the same names; a difference raises `MismatchError` on all ranks, naming the first.
-    None values are skipped.
+    `params`: a `state_dict()`, or any iterable of (name, tensor) pairs such as `model.named_parameters()`, or
+    of bare tensors. Every rank passes the same names; a difference raises `MismatchError` on all ranks,
+    naming the first. None values are skipped.
     """
     named = _named_tensors(params)
     _check_names([name for name, _ in named], root_rank)
@@ -35,7 +35,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
 
 def _named_tensors(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of `params`, outside autograd. A mapping is sorted by name: ranks may have built it in other orders."""
+    """The tensors of `params`, outside autograd. A mapping is sorted by name: ranks may have built it in
+    other orders."""
     if isinstance(params, (str, torch.Tensor)) or not isinstance(params, Iterable):
         raise InvalidArgument(
             f"broadcast_parameters: expected a dict or an iterable, got {type(params).__qualname__}"
@@ -69,7 +70,8 @@ def _pair(item: Any) -> tuple[str, Any]:
 
 
 def _check_names(names: list[str], root_rank: int) -> None:
-    """Every rank's names are root's. Usually 16 bytes per rank; the names themselves travel only when they differ."""
+    """Every rank's names are root's. Usually 16 bytes per rank; the names themselves travel only when they
+    differ."""
     group = basics.default_group()
     if not 0 <= root_rank < group.size:
         raise InvalidArgument(

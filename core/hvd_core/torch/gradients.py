@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import HvdError, InvalidArgument
+from ..errors import InvalidArgument
 from ..group import Group, ReduceOp
 from . import buffers
 from .compression import Compression, Compressor
@@ -26,7 +24,7 @@ class Reduction:
     op: ReduceOp
     prescale: float
     postscale: float
-    compression: type[Compressor] | Compressor
+    compression: Compressor
     sparse_as_dense: bool
 
 
@@ -36,26 +34,24 @@ def reduce_gradients(
 ) -> None:
     """Replaces every `p.grad` by its reduction over all ranks, in place; returns when that is done.
 
-    Every rank must call it with the same `label` and the same parameters in the same order. A gradient that exists on
-    some ranks only counts as zero on the others, and exists on all afterwards; one that exists nowhere stays None.
-    Errors name parameters by `names`.
+    Every rank must call it with the same `label` and the same parameters in the same order. A gradient that
+    exists on some ranks only counts as zero on the others, and exists on all afterwards; one that exists
+    nowhere stays None. Errors name parameters by `names`.
     """
     grads = [p.grad for p in params]
     marks = np.array([_mark(grad) for grad in grads], dtype=np.uint8)
-    try:
-        marks = group.allreduce(marks, name=f"{label}.has_gradient", op=ReduceOp.Max)
-        present = np.flatnonzero(marks).tolist()
-        sparse = np.flatnonzero(marks > _DENSE).tolist()
-        if sparse and not how.sparse_as_dense:
-            raise InvalidArgument(
-                f"the gradient of {names[sparse[0]]} is sparse: pass sparse_as_dense=True to DistributedOptimizer, "
-                "or create the layer with sparse=False"
-            )
-        dense = [_dense_gradient(params[i], grads[i]) for i in present]
-        if dense:
-            _reduce_dense(how, group, label, dense)
-    except HvdError as error:
-        _raise_with_names(error, label, [names[i] for i in np.flatnonzero(marks)])
+    marks = group.allreduce(marks, name=f"{label}.has_gradient", op=ReduceOp.Max)
+    present = np.flatnonzero(marks).tolist()
+    sparse = np.flatnonzero(marks > _DENSE).tolist()
+    if sparse and not how.sparse_as_dense:
+        raise InvalidArgument(
+            f"the gradient of {names[sparse[0]]} is sparse: pass sparse_as_dense=True to "
+            "DistributedOptimizer, or create the layer with sparse=False"
+        )
+    if not present:
+        return
+    dense = [_dense_gradient(params[i], grads[i]) for i in present]
+    _reduce_dense(how, group, label, dense, [f"gradient of {names[i]}" for i in present])
     for i, grad in zip(present, dense, strict=True) if sparse else ():
         if marks[i] > _DENSE:
             params[i].grad = grad.to_sparse(int(marks[i]) - _DENSE)
@@ -75,7 +71,9 @@ def _dense_gradient(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Ten
     return grad.detach() if grad.requires_grad else grad
 
 
-def _reduce_dense(how: Reduction, group: Group, label: str, grads: list[torch.Tensor]) -> None:
+def _reduce_dense(
+    how: Reduction, group: Group, label: str, grads: list[torch.Tensor], names: list[str]
+) -> None:
     plain = how.compression is Compression.none
     compressed = [] if plain else [how.compression.compress(grad) for grad in grads]
     wires = grads if plain else [wire for wire, _ in compressed]
@@ -86,23 +84,10 @@ def _reduce_dense(how: Reduction, group: Group, label: str, grads: list[torch.Te
         for i, host in zip(elsewhere, buffers.host_copies([wires[i] for i in elsewhere]), strict=True):
             hosts[i] = host
     group.grouped_allreduce_async(
-        hosts, name=label, op=how.op, prescale=how.prescale, postscale=how.postscale
+        hosts, name=label, names=names, op=how.op, prescale=how.prescale, postscale=how.postscale
     ).wait()
     for i in elsewhere:
         wires[i].copy_(hosts[i], non_blocking=True)
     for grad, wire, (_, ctx) in zip(grads, wires, compressed, strict=True) if not plain else ():
         if wire is not grad:
             grad.copy_(how.compression.decompress(wire, ctx))
-
-
-def _raise_with_names(error: HvdError, label: str, names: Sequence[str]) -> Any:
-    """Raises `error` with the members of our group of tensors, which the core numbers, called by their names."""
-
-    def name(match: re.Match[str]) -> str:
-        return f"gradient of {names[int(match[1])]}"
-
-    text = str(error)
-    named = re.sub(rf"{re.escape(label)}_(\d+)of{len(names)}\b", name, text)
-    if named == text:
-        raise error
-    raise type(error)(named).with_traceback(error.__traceback__) from None

@@ -46,9 +46,9 @@ def _find(handle: int) -> _Pending:
 def synchronize(handle: int) -> Any:
     """Waits for an asynchronous collective and returns its result; the handle is used up.
 
-    Raises `MismatchError` when ranks submitted different things under one name, another `HorovodInternalError` when
-    a rank is lost, `InvalidArgument` (a `ValueError`) for an unknown handle. Ctrl-C interrupts the wait and leaves
-    the handle valid.
+    Raises `MismatchError` when ranks submitted different things under one name, another
+    `HorovodInternalError` when a rank is lost, `InvalidArgument` (a `ValueError`) for an unknown handle.
+    Ctrl-C interrupts the wait and leaves the handle valid.
     """
     pending = _find(handle)
     results = []
@@ -56,7 +56,7 @@ def synchronize(handle: int) -> Any:
     for native in pending.handles:
         try:
             results.append(native.wait())
-        except Exception as error:  # the first one is raised, after all have ended
+        except Exception as error:  # noqa: BLE001 (the first is raised, after all have ended)
             failure = failure or error
     del _pending[handle]
     if failure is not None:

@@ -1,12 +1,13 @@
 """Collectives on tensors: thin functions from a tensor to the core and back.
 
-Every rank calls the same function with a tensor of the same shape and dtype (`allgather`: rows may differ) and the
-same `name`; named calls may come in different orders on different ranks. Calls without a name are numbered, so
-their order must be the same. What differs between ranks raises `MismatchError` on all of them; a bad argument found
-here raises `InvalidArgument`, a `ValueError`, before anything is sent. CUDA tensors go through pinned host memory.
+Every rank calls the same function with a tensor of the same shape and dtype (`allgather`: rows may differ)
+and the same `name`; named calls may come in different orders on different ranks. Calls without a name are
+numbered, so their order must be the same. What differs between ranks raises `MismatchError` on all of them; a
+bad argument found here raises `InvalidArgument`, a `ValueError`, before anything is sent. CUDA tensors go
+through pinned host memory.
 
-`op` is Average (the default), Sum, Min, Max or Product. Each tensor is multiplied by `prescale_factor` before the
-reduction and by `postscale_factor` after it. Averages of integers are truncated toward zero.
+`op` is Average (the default), Sum, Min, Max or Product. Each tensor is multiplied by `prescale_factor` before
+the reduction and by `postscale_factor` after it. Averages of integers are truncated toward zero.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def resolve_op(op: int | None, average: bool | None) -> ReduceOp:
     if resolved == ReduceOp.Adasum:
         raise InvalidArgument("op=Adasum is not available yet; use Average, Sum, Min, Max or Product")
     return resolved
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
 
 
 def _check_in_place(tensor: torch.Tensor, name: str) -> None:
@@ -103,8 +108,8 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Any = _G,
 ) -> int:
-    """Starts a reduction over all ranks into a new tensor; `synchronize(handle)` returns it. `tensor` must not
-    change until then."""
+    """Starts a reduction over all ranks into a new tensor; `synchronize(handle)` returns it. `tensor` must
+    not change until then."""
     scaling = _scaling(resolve_op(op, average), prescale_factor, postscale_factor)
     handle, outs = _reduce([tensor], name or basics.next_name("allreduce"), process_set, False, **scaling)
     return register([handle], lambda _: buffers.to_device(outs[0], tensor.device))
@@ -119,7 +124,8 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = _G,
 ) -> int:
-    """Starts a reduction in place; `synchronize(handle)` returns `tensor`, which nobody may touch until then."""
+    """Starts a reduction in place; `synchronize(handle)` returns `tensor`, which nobody may touch until
+    then."""
     scaling = _scaling(resolve_op(op, average), prescale_factor, postscale_factor)
     handle, hosts = _reduce_in_place(
         [tensor], name or basics.next_name("allreduce"), process_set, False, **scaling
@@ -152,7 +158,7 @@ def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] | Compressor = Compression.none,
+    compression: Compressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -164,7 +170,7 @@ def allreduce(
     """
     op = resolve_op(op, average)
     wire, ctx = compression.compress(tensor)
-    out = _Allreduce.apply(wire, name, op, prescale_factor, postscale_factor, process_set)
+    out = _apply(_Allreduce, wire, name, op, prescale_factor, postscale_factor, process_set)
     return compression.decompress(out, ctx)
 
 
@@ -175,8 +181,8 @@ class _Allreduce(torch.autograd.Function):
         return synchronize(allreduce_async(tensor, None, name, *rest))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _Allreduce.apply(grad, _grad_name(ctx.name), *ctx.rest), None, None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _apply(_Allreduce, grad, _grad_name(ctx.name), *ctx.rest), None, None, None, None, None
 
 
 def _grad_name(name: str | None) -> str | None:
@@ -217,7 +223,8 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Any = _G,
 ) -> int:
-    """Like `allreduce_async_` for several tensors that complete together; the result is the list `tensors`."""
+    """Like `allreduce_async_` for several tensors that complete together; the result is the list
+    `tensors`."""
     scaling = _scaling(resolve_op(op, average), prescale_factor, postscale_factor)
     tensors = list(tensors)
     if not tensors:
@@ -251,7 +258,7 @@ def grouped_allreduce(
     tensors: _Tensors,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] | Compressor = Compression.none,
+    compression: Compressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -261,7 +268,7 @@ def grouped_allreduce(
     op = resolve_op(op, average)
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]
-    outs = _GroupedAllreduce.apply(name, op, prescale_factor, postscale_factor, process_set, *wires)
+    outs = _apply(_GroupedAllreduce, name, op, prescale_factor, postscale_factor, process_set, *wires)
     return [compression.decompress(out, ctx) for out, (_, ctx) in zip(outs, compressed, strict=True)]
 
 
@@ -277,7 +284,7 @@ class _GroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         floating = [grad for grad, is_floating in zip(grads, ctx.floating, strict=True) if is_floating]
-        reduced = iter(_GroupedAllreduce.apply(_grad_name(ctx.name), *ctx.scaling, *floating))
+        reduced = iter(_apply(_GroupedAllreduce, _grad_name(ctx.name), *ctx.scaling, *floating))
         return (None,) * 5 + tuple(next(reduced) if is_floating else None for is_floating in ctx.floating)
 
 
@@ -304,8 +311,8 @@ def _gather(tensors: _Tensors, names: Sequence[str], process_set: Any) -> tuple[
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = _G) -> int:
-    """Starts the concatenation of all ranks' tensors along dimension 0, in rank order. Ranks may have different
-    numbers of rows, none included; the other dimensions must agree."""
+    """Starts the concatenation of all ranks' tensors along dimension 0, in rank order. Ranks may have
+    different numbers of rows, none included; the other dimensions must agree."""
     handles, finish = _gather([tensor], [name or basics.next_name("allgather")], process_set)
     return register(handles, lambda results: finish(results)[0])
 
@@ -313,10 +320,10 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = _G) -> torch.Tensor:
     """Returns all ranks' tensors, concatenated along dimension 0 in rank order.
 
-    Differentiable. The gradient is, as in Horovod, the **average** over ranks of the gradients of this rank's rows,
-    not their sum: with the same loss on every rank it is the gradient of that loss.
+    Differentiable. The gradient is, as in Horovod, the **average** over ranks of the gradients of this rank's
+    rows, not their sum: with the same loss on every rank it is the gradient of that loss.
     """
-    return _Allgather.apply(tensor, name, process_set)
+    return _apply(_Allgather, tensor, name, process_set)
 
 
 class _Allgather(torch.autograd.Function):
@@ -326,9 +333,9 @@ class _Allgather(torch.autograd.Function):
         return synchronize(allgather_async(tensor, name, process_set))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         name = _grad_name(ctx.name)
-        averaged = _Allreduce.apply(grad, name, ReduceOp.Average, 1.0, 1.0, ctx.process_set)
+        averaged = _apply(_Allreduce, grad, name, ReduceOp.Average, 1.0, 1.0, ctx.process_set)
         group = basics.group_of(ctx.process_set)
         rows = group.allgather(np.array([ctx.rows]), name=f"{name or basics.next_name('allgather')}.rows")
         start = int(rows[: group.rank].sum())
@@ -359,7 +366,8 @@ def grouped_allgather(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = _G
 ) -> int:
-    """Starts overwriting `tensor` with root's; `synchronize(handle)` returns it. Nobody may touch it until then."""
+    """Starts overwriting `tensor` with root's; `synchronize(handle)` returns it. Nobody may touch it until
+    then."""
     name = name or basics.next_name("broadcast")
     _check_in_place(tensor, name)
     group = basics.group_of(process_set)
@@ -377,8 +385,8 @@ def broadcast_async_(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = _G
 ) -> int:
-    """Starts a broadcast into a new tensor; `synchronize(handle)` returns it. `tensor` gives the shape and dtype, and
-    on root the values."""
+    """Starts a broadcast into a new tensor; `synchronize(handle)` returns it. `tensor` gives the shape and
+    dtype, and on root the values."""
     name = name or basics.next_name("broadcast")
     buffers.check_tensor(tensor, name)
     return broadcast_async_(
@@ -396,9 +404,9 @@ def broadcast_(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = _G
 ) -> torch.Tensor:
-    """Returns root's tensor. Differentiable: as in Horovod, root's gradient is the **average** over ranks, the
-    others' is zero."""
-    return _Broadcast.apply(tensor, root_rank, name, process_set)
+    """Returns root's tensor. Differentiable: as in Horovod, root's gradient is the **average** over ranks,
+    the others' is zero."""
+    return _apply(_Broadcast, tensor, root_rank, name, process_set)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -410,8 +418,8 @@ class _Broadcast(torch.autograd.Function):
         return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        averaged = _Allreduce.apply(grad, _grad_name(ctx.name), ReduceOp.Average, 1.0, 1.0, ctx.process_set)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        averaged = _apply(_Allreduce, grad, _grad_name(ctx.name), ReduceOp.Average, 1.0, 1.0, ctx.process_set)
         if basics.group_of(ctx.process_set).rank != ctx.root_rank:
             averaged = torch.zeros_like(averaged)
         return averaged, None, None, None

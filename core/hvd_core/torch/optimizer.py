@@ -1,8 +1,8 @@
 """DistributedOptimizer: the user's own optimizer, whose gradients are those of all ranks.
 
-Nothing is subclassed or replaced. Hooks on the parameters notice a backward pass; at its end, before `backward()`
-returns, the gradients are reduced; hooks around `step` see to the passes that did not get that far. From then on
-clipping, `GradScaler`, logging and the step itself see the same values on every rank.
+Nothing is subclassed or replaced. Hooks on the parameters notice a backward pass; at its end, before
+`backward()` returns, the gradients are reduced; hooks around `step` see to the passes that did not get that
+far. From then on clipping, `GradScaler`, logging and the step itself see the same values on every rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -26,14 +26,15 @@ from . import end_of_backward
 from .compression import Compression, Compressor
 from .gradients import Reduction, reduce_gradients
 from .ops import resolve_op
+from .parameters import check_groups, default_names, parameter_names
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
 
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+def DistributedOptimizer(
     optimizer: _Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] | Compressor = Compression.none,
+    compression: Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = ReduceOp.Average,
     gradient_predivide_factor: float = 1.0,
@@ -44,22 +45,22 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> _Optimizer:
     """Makes `optimizer` step with the gradients of all ranks, and returns that same object.
 
-    Every rank calls it with an optimizer over the same parameters in the same order. Gradients are reduced at the end
-    of the backward that completes `backward_passes_per_step` (several passes are summed, not averaged, as everywhere
-    in torch), or in `step()` if fewer were made. A gradient missing on some ranks counts as zero there; one missing
-    everywhere stays None. A rank that made no backward takes part in `step()`, or in `synchronize()`, which it must
-    then call before it looks at gradients. A closure given to `step` returns the average of the ranks' losses.
-    With one rank nothing changes.
+    Every rank calls it with an optimizer over the same parameters in the same order. Gradients are reduced at
+    the end of the backward that completes `backward_passes_per_step` (several passes are summed, not
+    averaged, as everywhere in torch), or in `step()` if fewer were made. A gradient missing on some ranks
+    counts as zero there; one missing everywhere stays None. A rank that made no backward takes part in
+    `step()`, or in `synchronize()`, which it must then call before it looks at gradients. A closure given to
+    `step` returns the average of the ranks' losses. With one rank nothing changes.
 
-    Added to the optimizer: `synchronize()` reduces now if that is still to be done; `skip_synchronize()`, a context
-    in which `step()` takes the gradients as they are; `set_backward_passes_per_step(n)`. A copy of the optimizer
-    (`copy.deepcopy`, pickle) has none of this and raises at its first step.
+    Added to the optimizer: `synchronize()` reduces now if that is still to be done; `skip_synchronize()`, a
+    context in which `step()` takes the gradients as they are; `set_backward_passes_per_step(n)`. A copy of
+    the optimizer (`copy.deepcopy`, pickle) has none of this and raises at its first step.
 
-    named_parameters: names for error texts; if given, unique and for every parameter of the optimizer.
-    op: Average, Sum, Min, Max or Product. gradient_predivide_factor f: gradients are divided by f before they are
-    summed and by size/f after (Average only). compression: on the wire. sparse_as_dense: reduce sparse gradients as
-    dense ones; without it they are refused. num_groups, groups: checked and accepted for Horovod's sake; here all
-    gradients are one group. Raises `InvalidArgument` (a `ValueError`).
+    named_parameters: names for error texts; if given, unique and for every parameter of the optimizer. op:
+    Average, Sum, Min, Max or Product. gradient_predivide_factor f: gradients are divided by f before they are
+    summed and by size/f after (Average only). compression: on the wire. sparse_as_dense: reduce sparse
+    gradients as dense ones; without it they are refused. num_groups, groups: checked and accepted for
+    Horovod's sake; here all gradients are one group. Raises `InvalidArgument` (a `ValueError`).
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"expected a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
@@ -67,13 +68,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise InvalidArgument("this optimizer is distributed already")
     if gradient_predivide_factor != 1.0 and op != ReduceOp.Average:
         raise InvalidArgument("gradient_predivide_factor works with op=Average only")
-    _check_groups(groups, num_groups)
+    check_groups(groups, num_groups)
     group = basics.group_of(process_set)
     # The core divides by the size between the sum and the postscale.
     scales = 1.0 / gradient_predivide_factor, float(gradient_predivide_factor)
     reduction = Reduction(resolve_op(op, None), *scales, compression, sparse_as_dense)
     _drop_refusal(optimizer)
-    names = _parameter_names(optimizer, named_parameters)
+    names = parameter_names(optimizer, named_parameters)
     distributor = _Distributor(optimizer, names, reduction, backward_passes_per_step)
     if group.size > 1:
         distributor.attach()
@@ -92,9 +93,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 class _Distributor:
     """What is attached to one optimizer, which owns it; nothing here keeps the optimizer alive.
 
-    The state is what this rank knows of `p.grad`: `_reduced` says that they are global and not yet used up, `_passes`
-    counts the backward passes since. `step` uses them up, and so does setting them to zero or None. Not thread-safe,
-    as optimizers are not.
+    The state is what this rank knows of `p.grad`: `_reduced` says that they are global and not yet used up,
+    `_passes` counts the backward passes since. `step` uses them up, and so does setting them to zero or None.
+    Not thread-safe, as optimizers are not.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class _Distributor:
         self._attached = False
         self._backward: weakref.ref[end_of_backward.Backward] | None = None
         self._params: list[torch.Tensor] = []
+        self._labels: list[str] = []  # their names
         self._index: dict[int, int] = {}  # id of a parameter -> position in _params
         self._versions: list[int] = []  # of the gradients, right after the last reduction; -1 for None
         self._hook_handles: dict[int, Any] = {}
@@ -124,9 +126,9 @@ class _Distributor:
     # -- public, as methods of the optimizer --
 
     def synchronize(self) -> None:
-        """Reduces the gradients now if no backward has done so since the last step. All other ranks reduce theirs at
-        the same time, by a backward, a step or this. A rank without any backward contributes zeros; gradients that
-        were set by hand are reduced as they are."""
+        """Reduces the gradients now if no backward has done so since the last step. All other ranks reduce
+        theirs at the same time, by a backward, a step or this. A rank without any backward contributes zeros;
+        gradients that were set by hand are reduced as they are."""
         if self._attached and (not self._reduced or self._is_zeroed()):
             self._reduce()
 
@@ -167,8 +169,9 @@ class _Distributor:
         self._params = params
         self._index = {id(p): i for i, p in enumerate(params)}
         self._versions = [-1] * len(params)
-        for p, name in _default_names(optimizer):
+        for p, name in default_names(optimizer):
             self._names.setdefault(p, name)
+        self._labels = [self._names[p] for p in params]
         for key in self._hook_handles.keys() - self._index.keys():
             self._hook_handles.pop(key).remove()
         weak = weakref.ref(self)
@@ -236,9 +239,8 @@ class _Distributor:
     def _reduce(self, group: Group | None = None) -> None:
         group = basics.default_group() if group is None else group
         params = self._current_params()
-        names = [self._names[p] for p in params]
         self._passes = 0
-        reduce_gradients(self._how, group, self._label_in(group), params, names)
+        reduce_gradients(self._how, group, self._label_in(group), params, self._labels)
         self._versions = [-1 if p.grad is None else p.grad._version for p in params]
         self._reduced = True
 
@@ -250,8 +252,8 @@ class _Distributor:
         return self._label
 
     def _is_added_to(self, param: torch.Tensor) -> bool:
-        """Whether the backward under way adds to `param`'s global gradient. autograd then increments the version by
-        one; a new gradient has version 0, and setting to zero counts too."""
+        """Whether the backward under way adds to `param`'s global gradient. autograd then increments the
+        version by one; a new gradient has version 0, and setting to zero counts too."""
         index = self._index.get(id(param))
         return (
             index is not None
@@ -271,8 +273,8 @@ class _Distributor:
     def _one_too_many(self) -> None:
         """The gradients are the global ones of the passes before plus those of this rank's last pass."""
         text = (
-            f"more backward passes before step() than backward_passes_per_step={self._passes_per_step} (several "
-            "backward() calls, or reentrant activation checkpointing)"
+            f"more backward passes before step() than backward_passes_per_step={self._passes_per_step} "
+            "(several backward() calls, or reentrant activation checkpointing)"
         )
         if self._how.op in (ReduceOp.Sum, ReduceOp.Product):
             raise InvalidArgument(
@@ -284,7 +286,7 @@ class _Distributor:
             warnings.warn(
                 f"{text}: all gradients are reduced again after each, which is right but slow. "
                 "Pass DistributedOptimizer(backward_passes_per_step=) the number of passes",
-                stacklevel=2,
+                stacklevel=7,  # the user's call of backward(), three frames of torch and three of ours up
             )
 
     def _state_of_copy(self) -> dict[str, Any]:
@@ -301,8 +303,9 @@ _REFUSAL = -1  # torch numbers its hooks from 0
 def refuse_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The only hook of a copied optimizer (public for pickle's sake)."""
     raise InvalidArgument(
-        f"this {type(optimizer).__name__} is a copy of a DistributedOptimizer (made by copy.deepcopy or pickle) and "
-        "would step with the gradients of its own rank only. Wrap it: hvd.DistributedOptimizer(copy, ...)"
+        f"this {type(optimizer).__name__} is a copy of a DistributedOptimizer (made by copy.deepcopy or "
+        "pickle) and would step with the gradients of its own rank only. Wrap it: "
+        "hvd.DistributedOptimizer(copy, ...)"
     )
 
 
@@ -325,47 +328,3 @@ def _register(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     finally:
         if frozen:
             param.requires_grad_(False)
-
-
-def _default_names(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
-    """Names as torch knows them (an optimizer made from `named_parameters()`), else by position."""
-    for i, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names") or [f"allreduce.noname.{i}.{j}" for j in range(len(group["params"]))]
-        yield from zip(group["params"], known, strict=True)
-
-
-def _parameter_names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[torch.Tensor, str]:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if named_parameters is None:
-        return dict(_default_names(optimizer))
-    named = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
-        raise InvalidArgument(
-            "named_parameters should be a sequence of tuples (name, parameter), usually model.named_parameters()"
-        )
-    twice = sorted(str(name) for name, count in Counter(name for name, _ in named).items() if count > 1)
-    if twice:
-        raise InvalidArgument(
-            f"parameter names in named_parameters must be unique; found twice: {', '.join(twice)}"
-        )
-    names = {p: str(name) for name, p in named}
-    unnamed = [(name, tuple(p.shape)) for p, name in _default_names(optimizer) if p not in names]
-    if unnamed:
-        name, shape = unnamed[0]
-        raise InvalidArgument(
-            f"named_parameters was given, but {len(unnamed)} of the optimizer's {len(params)} parameters are not in it; "
-            f"the first is {name} of shape {shape}"
-        )
-    return names
-
-
-def _check_groups(groups: int | Sequence[Sequence[torch.Tensor]] | None, num_groups: int) -> None:
-    if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
-        groups = num_groups if groups is None else groups
-    is_list = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
-    is_count = isinstance(groups, int) and groups >= 0
-    if groups is not None and not is_count and not is_list:
-        raise InvalidArgument("groups should be a non-negative integer or a list of lists of tensors")
