@@ -1,0 +1,50 @@
+"""hvd on Spark: train a model on a DataFrame, or run any function on the ranks of a cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvd_core import errors
+from hvd_core.errors import (
+    ColumnError,
+    DataError,
+    HvdError,
+    InvalidArgument,
+    NotEnoughSlots,
+    NotPicklable,
+    PreflightError,
+    RankFailed,
+    RowsLost,
+)
+
+if TYPE_CHECKING:
+    from .estimator import HorovodEstimator
+    from .model import HorovodModel
+    from .runner import run
+
+__all__ = [
+    "ColumnError",
+    "DataError",
+    "HorovodEstimator",
+    "HorovodModel",
+    "HvdError",
+    "InvalidArgument",
+    "NotEnoughSlots",
+    "NotPicklable",
+    "PreflightError",
+    "RankFailed",
+    "RowsLost",
+    "errors",
+    "run",
+]
+
+# Workers and ranks import this package too, and need neither pyspark.ml nor the driver's modules.
+_LATE = {"HorovodEstimator": "estimator", "HorovodModel": "model", "run": "runner"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LATE[name]}", __name__), name)

@@ -1,0 +1,204 @@
+"""The driver's side of a job: one barrier stage, its progress, and how it ended."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql import DataFrame, Observation
+from pyspark.sql import functions as F
+
+from hvd_core import errors
+from hvd_core.config import Config
+from hvd_core.errors import HvdError, PreflightError, RankFailed, RankFailure, RowsLost, first_cause
+from hvd_core.train import Layout
+
+from . import rows, session
+from .feed import FeedServer
+from .progress import Progress
+from .task import JobPlan, barrier_task
+
+#: After the end of the job, supervisors get this long to hang up.
+_DRAIN_S = 3.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """results: what each rank returned, by rank. rows: how many rows it took."""
+
+    results: list[bytes]
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job for `launch`: `payload` and the rest are described at `task.JobPlan`."""
+
+    size: int
+    payload: bytes
+    description: str
+    layout: Layout | None = None
+    preload: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    verbose: int = 1
+
+
+def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
+    """Runs `spec.size` ranks over the rows of `frame` and waits for them.
+
+    With a layout the rows are dealt out evenly and counted on both sides (`RowsLost`); without one `frame`
+    has one partition for each rank. Raises `RankFailed` with the first cause, or the typed error a rank
+    reported about its rows. A KeyboardInterrupt cancels the job and ends the ranks.
+    """
+    spark = frame.sparkSession
+    token = secrets.token_bytes(32)
+    counted = None
+    if spec.layout is not None:
+        counted = Observation()
+        frame = frame.observe(counted, F.count(F.lit(1)).alias("rows")).repartition(spec.size)
+    feed = _open_feed(spark, token)
+    progress = Progress(verbose=spec.verbose)
+    failures: list[rows.Failure] = []
+
+    def take(record: Mapping[str, Any]) -> None:
+        if record.get("kind") == "failure":
+            failures.append(rows.Failure(RankFailure.from_json(str(record["failure"])), "rank"))
+        progress.take(record)
+
+    idle_s = session.idle_timeout_s(spark)
+    plan = JobPlan(
+        spec.size,
+        token,
+        spec.payload,
+        layout=spec.layout,
+        preload=spec.preload,
+        sys_path=session.import_path(spark),
+        env=spec.env,
+        config=Config.from_env(),
+        feed=None if feed is None else feed.address,
+        beat_s=idle_s / 3 if idle_s > 0 else None,
+    )
+    job = session.map_in_arrow(frame, _task(plan), rows.DDL, barrier=True)
+    try:
+        collected = _wait(spark, job, spec.description, counted, feed, take)
+    except Exception as error:  # noqa: BLE001  raised again, translated
+        raise _translate(error, failures) from None
+    finally:
+        progress.close()
+        if feed is not None:
+            feed.close()
+    found, sent = collected
+    if found.failures:
+        raised, cause = _typed(found.failures)
+        raise raised from cause
+    missing = sorted(set(range(spec.size)) - set(found.results))
+    if missing:
+        raise RankFailed(RankFailure(missing[0], "lost"))
+    taken = [found.rows[rank] for rank in range(spec.size)]
+    if sent is not None and sent != sum(taken):
+        raise RowsLost(f"Spark sent {sent} rows, the ranks took {sum(taken)} ({taken} by rank)")
+    return Outcome([found.results[rank] for rank in range(spec.size)], taken)
+
+
+def _task(plan: JobPlan) -> Callable[..., Any]:
+    def task(batches: Any) -> Any:
+        yield from barrier_task(plan, batches)
+
+    return task
+
+
+def _open_feed(spark: Any, token: bytes) -> FeedServer | None:
+    where = session.driver_host(spark)
+    if where is None:
+        return None
+    try:
+        return FeedServer(token, where[0], local=where[1])
+    except OSError:
+        return None
+
+
+def _wait(
+    spark: Any,
+    frame: DataFrame,
+    description: str,
+    counted: Observation | None,
+    feed: FeedServer | None,
+    take: Callable[[Mapping[str, Any]], None],
+) -> tuple[rows.Collected, int | None]:
+    """Collects in a thread while this one shows what the ranks say."""
+
+    def action() -> tuple[rows.Collected, int | None]:
+        found = rows.read(frame.collect())
+        complete = counted is not None and not found.failures
+        return found, int(counted.get["rows"]) if complete and counted is not None else None
+
+    with session.Job(spark, f"hvd-{secrets.token_hex(6)}", description, action) as job:
+        try:
+            while not job.done:
+                if feed is None:
+                    session.await_readable(job, 1.0)
+                else:
+                    for record in feed.read(1.0, job.fileno()):
+                        take(record)
+        except BaseException:
+            job.cancel()
+            raise
+        finally:
+            # After a cancel this is also how we know that the supervisors, hence their ranks, are gone.
+            for record in feed.drain(_DRAIN_S) if feed is not None else ():
+                take(record)
+        return job.result()
+
+
+def _typed(failures: list[rows.Failure]) -> tuple[HvdError, BaseException | None]:
+    """The first cause as the exception to raise, and the rank's own exception if it can be unpickled here."""
+    whats = [failure.what for failure in failures]
+    first = failures[whats.index(first_cause(whats))]
+    kind = getattr(errors, first.what.exc_type, None)
+    if first.stage == "rows" and isinstance(kind, type) and issubclass(kind, HvdError):
+        return kind(first.what.message), None
+    return RankFailed(first.what), _unpickled(first.exception)
+
+
+def _unpickled(exception: bytes) -> BaseException | None:
+    try:
+        value = pickle.loads(exception) if exception else None
+    except Exception:  # noqa: BLE001  its class may not exist here, or not rebuild
+        return None
+    return value if isinstance(value, BaseException) else None
+
+
+_RANK_OF_TASK = re.compile(r"ResultTask\(\d+, (\d+)\)")
+_MISSING = re.compile(
+    r"ModuleNotFoundError: No module named '(hvd_core|hvd_spark|cloudpickle|numpy|pyarrow)[.\w]*'"
+)
+
+
+def _translate(error: Exception, failures: list[rows.Failure]) -> Exception:
+    """What to raise instead of Spark's own error about a barrier stage; other errors are the user's to
+    see."""
+    text = str(error)
+    if failures:
+        return _typed(failures)[0]
+    missing = _MISSING.search(text)
+    if missing:
+        return PreflightError(
+            f"the executors' Python has no module {missing[1]}: install hvd there, or point PYSPARK_PYTHON "
+            "(spark.pyspark.python) at an interpreter that has it"
+        )
+    if "PYTHON_VERSION_MISMATCH" in text:
+        line = next(line for line in text.splitlines() if "PYTHON_VERSION_MISMATCH" in line)
+        return PreflightError(
+            f"driver and executors run different Pythons; set PYSPARK_PYTHON. {line.strip()}"
+        )
+    if re.search(r"\bcancell?ed\b", text) and "barrier" not in text:
+        return HvdError("the Spark job was cancelled")
+    task = _RANK_OF_TASK.search(text)
+    if task:
+        reason = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+        return RankFailed(RankFailure(int(task[1]), "lost", traceback="\n".join(reason[:20])))
+    return error

@@ -1,0 +1,159 @@
+"""The fitted model: a Transformer that predicts whole Arrow batches, and holds what training found."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+from typing import Any
+
+import cloudpickle
+from pyspark.ml import Model
+from pyspark.sql import DataFrame
+from pyspark.sql import types as T
+
+from hvd_core.errors import ColumnError, InvalidArgument
+from hvd_core.launch import dumps
+from hvd_core.train import Column, FitResult, Layout, OutputSpec, TrainSpec, plan_layout
+from hvd_core.train.predict import Predictor
+
+from . import preflight, session
+from .columns import arrow_type, columns_of, spark_type
+from .params import JOB, KNOBS, Knob, Knobs, provide
+from .serve import Serving
+
+
+@provide([k for k in KNOBS if k.serves] + [Knob("model", "torch.nn.Module that predicts")])
+class HorovodModel(Model, Knobs):
+    """Adds the model's output to a DataFrame, in the output's own dtype: a number where a row's output is one
+    number, else an array; several outputs get `prediction`, `prediction_1`, ...
+
+    Fitted by `HorovodEstimator`, or made from any torch module:
+
+        HorovodModel(model=net, feature_cols=["a", "b"]).transform(df)
+
+    `transform` runs no job. Raises ColumnError for columns that are missing or do not feed the model; its jobs
+    fail on nulls in the features unless `null_value` is set.
+    """
+
+    def __init__(self, **values: Any):
+        #: What training found; None when the model was not fitted here.
+        self.result: FitResult | None = None
+        self._layout: Layout | None = None
+        self._pickled: tuple[Any, bytes, str] | None = None
+        super().__init__(values)
+
+    @classmethod
+    def fitted(cls, model: Any, layout: Layout, result: FitResult) -> HorovodModel:
+        """From what training gives; `model` has the fitted weights."""
+        self = cls(model=model)
+        self.result, self._layout = result, layout
+        return self
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A dict for each epoch: loss, metrics, val_*, rows, seconds; [] when not fitted here."""
+        return list(self.result.history) if self.result is not None else []
+
+    def getModel(self) -> Any:
+        """A copy of the model with its weights, of the user's class."""
+        return pickle.loads(cloudpickle.dumps(self._model()))
+
+    def _model(self) -> Any:
+        model = self._objects.get("model")
+        if model is None:
+            raise InvalidArgument("HorovodModel has no model: HorovodModel(model=net, feature_cols=[...])")
+        return model
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        preflight.check_distinct(dataset)
+        schema = dataset.schema
+        layout = self._layout or self._layout_for(columns_of(schema))
+        inputs = _inputs(layout, schema)
+        fields = [
+            T.StructField(name, spark_type(output.dtype, () if _flat(output) else output.shape))
+            for name, output in self._outputs(layout)
+        ]
+        taken = [field.name for field in fields if field.name in schema.names]
+        if taken:
+            raise ColumnError(
+                f"column {taken[0]!r} exists already: drop it, or set prediction_col to another name"
+            )
+        payload, key = self._payload(layout)
+        outputs = tuple(
+            (field.name, arrow_type(field.dataType), _flat(output))
+            for field, (_, output) in zip(fields, self._outputs(layout), strict=True)
+        )
+        serving = Serving(payload, key, inputs, outputs)
+
+        def serve(batches: Any) -> Any:
+            yield from serving.run(batches)
+
+        neutral = dataset.toDF(*(f"c{i}" for i in range(len(schema))))
+        return session.map_in_arrow(neutral, serve, T.StructType([*schema.fields, *fields]), barrier=False)
+
+    def _layout_for(self, columns: list[Column]) -> Layout:
+        """How these columns feed a model that was not fitted here; labels and loss play no part."""
+        label = "label of a model that only predicts"
+        names = [
+            name
+            for name, knob in self._knobs.items()
+            if name not in JOB and name not in ("model", "label_cols")
+        ]
+        model = self.getModel()
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)  # a frozen model serves as well
+        spec = TrainSpec(
+            model=model,
+            optimizer=_not_trained,
+            loss=_not_trained,
+            loss_reduction="mean",
+            label_cols=[label],
+            **self._values(names),
+        )
+        return plan_layout([*columns, Column.of(label, arrow_type(T.DoubleType()))], spec)
+
+    def _outputs(self, layout: Layout) -> list[tuple[str, OutputSpec]]:
+        """Name and form of each output."""
+        name = self.getPredictionCol()  # type: ignore[attr-defined]
+        specs = self.result.output_spec if self.result is not None else ()
+        specs = specs or Predictor(self.getModel(), layout).output_spec()
+        return [(name if i == 0 else f"{name}_{i}", spec) for i, spec in enumerate(specs)]
+
+    def _payload(self, layout: Layout) -> tuple[bytes, str]:
+        """What makes the Predictor on the workers, with its hash; made once for each model."""
+        asked = (self._model(), layout, self.getInferenceBatchSize())  # type: ignore[attr-defined]
+        if self._pickled is None or any(a is not b for a, b in zip(asked, self._pickled[0], strict=True)):
+            model, layout, batch_size = asked
+            payload = dumps(Predictor, (model, layout), {"batch_size": batch_size})
+            self._pickled = (asked, payload, hashlib.sha256(payload).hexdigest())
+        return self._pickled[1], self._pickled[2]
+
+
+def _not_trained(*_: Any) -> Any:
+    """Stands where a TrainSpec wants an optimizer and a loss."""
+    raise AssertionError("a model that only predicts has no optimizer and no loss")
+
+
+def _flat(output: OutputSpec) -> bool:
+    """A row's output is one number."""
+    return math.prod(output.shape) == 1
+
+
+def _inputs(layout: Layout, schema: T.StructType) -> tuple[tuple[int, str], ...]:
+    """Where the columns that the model needs are. Raises ColumnError."""
+    have = {column.name: (i, column) for i, column in enumerate(columns_of(schema))}
+    trained = {column.name: column for column in layout.columns}
+    found = []
+    for name in layout.input_columns:
+        if name not in have:
+            raise ColumnError(
+                f"column {name!r} does not exist; there are {', '.join(map(repr, have)) or 'none'}"
+            )
+        i, column = have[name]
+        if column.kind != trained[name].kind:
+            raise ColumnError(
+                f"column {name!r} is {column.type} here, but the model was made for {trained[name].type}"
+            )
+        found.append((i, name))
+    return tuple(found)

@@ -1,0 +1,86 @@
+"""What the user sees at the driver while ranks work: a bar in a terminal, plain lines when piped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+#: Piped output gets a line at each epoch's end, and within an epoch not more often than this.
+_LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """Takes the feed's records: `{"kind": "output", "rank", "line"}` and `{"kind": "progress", "rank", ...}`.
+
+    Lines of the ranks go to standard output with their rank, progress (of rank 0) to standard error.
+    verbose: 0 shows the ranks' lines only.
+    """
+
+    def __init__(self, *, verbose: int = 1, out: TextIO | None = None, err: TextIO | None = None):
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+        self._verbose = verbose
+        self._bar: Any = None
+        self._shown_at = 0.0
+        self._epoch: Any = None
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        if record.get("kind") == "output":
+            self._line(f"[{record.get('rank')}] {record.get('line', '')}")
+        elif record.get("kind") == "progress" and record.get("rank") == 0 and self._verbose:
+            self._progress(record)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._out)
+        else:
+            print(text, file=self._out, flush=True)
+
+    def _progress(self, record: Mapping[str, Any]) -> None:
+        if self._err.isatty() and self._draw(record):
+            return
+        done = record.get("step") == record.get("steps")
+        due = time.monotonic() - self._shown_at >= _LINE_EVERY_S
+        if due or (done and self._epoch != record.get("epoch")):
+            self._shown_at = time.monotonic()
+            self._epoch = record.get("epoch") if done else self._epoch
+            print(describe(record), file=self._err, flush=True)
+
+    def _draw(self, record: Mapping[str, Any]) -> bool:
+        """Draws the bar; False when tqdm is not installed."""
+        steps, epochs = int(record.get("steps") or 0), int(record.get("epochs") or 1)
+        if self._bar is None:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return False
+            self._bar = tqdm(total=steps * epochs, file=self._err, unit="step", dynamic_ncols=True)
+        done = (int(record.get("epoch") or 1) - 1) * steps + int(record.get("step") or 0)
+        self._bar.total = max(steps * epochs, done)
+        self._bar.set_description_str(f"epoch {record.get('epoch')}/{record.get('epochs')}")
+        self._bar.set_postfix_str(_numbers(record), refresh=False)
+        self._bar.update(max(0, done - self._bar.n))
+        return True
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """One progress record as a line."""
+    where = (
+        f"epoch {record.get('epoch')}/{record.get('epochs')} step {record.get('step')}/{record.get('steps')}"
+    )
+    return f"{where}  {_numbers(record)}"
+
+
+def _numbers(record: Mapping[str, Any]) -> str:
+    parts = [f"{record['rows_per_s']:,.0f} rows/s"] if record.get("rows_per_s") else []
+    for key, value in record.items():
+        if isinstance(value, float) and key not in ("rows_per_s", "at", "seconds"):
+            parts.append(f"{key} {value:.6g}")
+    return "  ".join(parts)

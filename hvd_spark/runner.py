@@ -1,0 +1,47 @@
+"""Any function on N ranks of a Spark cluster."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvd_core.launch import dumps
+
+from . import preflight, session
+from .launcher import JobSpec, launch
+
+#: Worth importing once before ranks are forked; of the frameworks those that the driver has loaded.
+_PRELOAD = ("hvd_core.basics", "hvd_core.world", "hvd_core.launch")
+_FRAMEWORKS = {"torch": "hvd_core.torch"}
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    env: Mapping[str, str] | None = None,
+    verbose: int = 1,
+) -> list[Any]:
+    """Calls `fn(*args, **kwargs)` on `num_proc` ranks at the same time; returns their results by rank.
+
+    Inside `fn`, `hvd_core.torch.init()` connects the ranks. num_proc: default is all slots of the cluster.
+    env: set for each rank. Lines that ranks print appear here as "[rank] line". Raises NotEnoughSlots and
+    NotPicklable before anything is launched, RankFailed with the first cause. A KeyboardInterrupt ends the
+    ranks.
+    """
+    spark = session.current()
+    size = preflight.check_cluster(spark, num_proc)
+    payload = dumps(fn, tuple(args), dict(kwargs or {}))
+    spec = JobSpec(
+        size,
+        payload,
+        f"hvd: {getattr(fn, '__qualname__', 'function')} on {size} ranks",
+        preload=(*_PRELOAD, *(adapter for name, adapter in _FRAMEWORKS.items() if name in sys.modules)),
+        env=dict(env or {}),
+        verbose=verbose,
+    )
+    outcome = launch(spark.range(0, size, 1, size), spec)
+    return [pickle.loads(value) for value in outcome.results]

@@ -1,0 +1,305 @@
+"""Inside a barrier task: take the rows, fork a rank, watch over it until the job ends.
+
+The task never raises; what goes wrong becomes a failure row, so the driver decides what to do with it.
+Training runs in the rank, a child of this Python worker's template; this process ingests and supervises and
+never computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+
+from hvd_core import train
+from hvd_core.config import Config
+from hvd_core.errors import HvdError, LaunchFailed, RankFailed, RankFailure
+from hvd_core.group import Group, Listener
+from hvd_core.launch import Assignment, RankProcess, Template
+from hvd_core.launch import failure as failures
+from hvd_core.launch.cpus import thread_env
+from hvd_core.launch.events import Failed, Output, Report, Result
+from hvd_core.world import World
+
+from . import rows
+from .feed import Address, FeedClient
+
+#: A rank gets this long to leave by itself when another one failed.
+_GRACE_S = 0.1
+#: A rank has to be polled at least this often (see RankProcess).
+_POLL_S = 1.0
+#: A rank that only reports a lost peer waits this long for the peer's own supervisor to say why.
+_ECHO_WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What the driver tells every task.
+
+    payload: cloudpickle of (fn, args, kwargs); only the rank unpickles it. With a `layout` the rows are
+    packed into a shard and the rank calls `fn(*args, shard=shard, **kwargs)`; without one they are ignored.
+    token: the job's secret, 32 bytes. preload: modules that the template imports before ranks are forked.
+    sys_path: where the driver finds modules, when tasks run on its machine: functions travel by name then.
+    beat_s: yield a row at least this often; None: no need.
+    """
+
+    size: int
+    token: bytes
+    payload: bytes
+    layout: train.Layout | None = None
+    preload: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    config: Config = field(default_factory=Config)
+    feed: Address | None = None
+    beat_s: float | None = None
+
+
+def barrier_task(plan: JobPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The function of `mapInArrow(..., barrier=True)`: yields rows of `rows.SCHEMA`."""
+    from pyspark import BarrierTaskContext
+
+    context = BarrierTaskContext.get()
+    with contextlib.ExitStack() as stack:
+        task = _Task(plan, context, stack)
+        try:
+            yield from task.run(batches)
+        except Exception as error:  # noqa: BLE001  a raising barrier task reaches the driver as a JVM stack
+            task.abort(f"the supervisor of rank {task.rank} failed: {error!r}")
+            yield rows.failure(describe(task.rank, error), "rank")
+
+
+class _Task:
+    """One rank's supervisor. `rank` is the partition's number until the ranks are arranged by host."""
+
+    def __init__(self, plan: JobPlan, context: Any, stack: contextlib.ExitStack):
+        self.plan = plan
+        self.context = context
+        self.stack = stack
+        self.rank: int = context.partitionId()
+        self.feed: FeedClient | None = None
+        self.watch: Group | None = None
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        index = self.rank
+        process: RankProcess | None = None
+        mine: RankFailure | None = None
+        try:
+            taken, listener, process = self._open(batches)
+            offer = {
+                "endpoint": process.endpoint(self.plan.config.connect_timeout_s),
+                "watch": listener.endpoint,
+            }
+        except Exception as error:  # noqa: BLE001  the others wait in allGather: take part, then say it
+            mine = describe(index, error)
+            offer = {"error": mine.headline()}
+        offers = [json.loads(text) for text in self.context.allGather(json.dumps(offer))]
+        if mine is not None:
+            yield rows.failure(mine, "rows" if process is None else "rank")
+        if process is None or any("error" in other for other in offers):
+            return
+        order = World.arrange([other["endpoint"] for other in offers])
+        self.rank = order.index(index)
+        yield rows.ingested(self.rank, taken, {"host": socket.gethostname()})
+        ordered = [offers[old] for old in order]
+        endpoints = tuple(other["endpoint"] for other in ordered)
+        process.assign(Assignment(self.rank, self.plan.size, endpoints, self.plan.token))
+        self.watch = self._watch(listener, [other["watch"] for other in ordered])
+        yield from self._supervise(process)
+
+    def abort(self, reason: str) -> None:
+        if self.watch is not None:
+            self.watch.abort(reason)
+
+    def _open(self, batches: Iterator[pa.RecordBatch]) -> tuple[int, Listener, RankProcess]:
+        """Starts the template, takes the rows meanwhile, forks the rank."""
+        plan, stack = self.plan, self.stack
+        threads = self.context.cpus()
+        template = warm_template(plan, threads)
+        tasks = len(self.context.getTaskInfos())
+        if tasks != plan.size:
+            raise LaunchFailed(f"Spark started {tasks} tasks for {plan.size} ranks")
+        self.feed = FeedClient.connect(plan.feed, plan.token, self.rank)
+        if self.feed is not None:
+            stack.callback(self.feed.close)
+        payload, taken = plan.payload, 0
+        fds: tuple[int, ...] = ()
+        if plan.layout is not None:
+            from .rank import with_shard  # needs more than a plain run does
+
+            shard = self._pack(plan.layout, batches)
+            taken, fds = shard.rows, tuple(shard.fds)
+            payload = cloudpickle.dumps((with_shard, (plan.payload, shard.description), {}))
+        for _ in batches:
+            pass  # Spark uses a worker again only if it has read its input to the end
+        listener = Listener.bind(plan.config)
+        stack.callback(listener.close)
+        process = template.fork(payload, fds=fds, env=dict(plan.env), threads=threads)
+        for fd in fds:
+            os.close(fd)
+        stack.callback(process.close)
+        stack.callback(process.kill, _GRACE_S)
+        return taken, listener, process
+
+    def _pack(self, layout: train.Layout, batches: Iterator[pa.RecordBatch]) -> Any:
+        from hvd_core.train.shard import ShardWriter, default_memory_bytes
+
+        config = self.plan.config
+        local = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+        directory = config.shard_dir or (local if local and Path(local).is_dir() else None)
+        hosts = [info.address.rpartition(":")[0] for info in self.context.getTaskInfos()]
+        here = hosts.count(hosts[self.rank])
+        memory_nbytes = config.shard_memory_bytes or default_memory_bytes(here)
+        writer = ShardWriter(layout, memory_bytes=memory_nbytes, directory=directory)
+        self.stack.callback(writer.close)
+        names = [column.name for column in layout.columns]
+        for batch in batches:
+            writer.write(pa.RecordBatch.from_arrays(batch.columns, names=names))
+        return writer.finish()
+
+    def _watch(self, listener: Listener, endpoints: list[str]) -> Group:
+        """A Group of the supervisors, only to notice at once that one of them gave up."""
+        patient = replace(self.plan.config, stall_warn_s=float("inf"), stall_shutdown_s=0.0)
+        if self.plan.size == 1:
+            watch = Group.solo()
+        else:
+            token = b"watch" + self.plan.token
+            watch = Group.connect(listener, endpoints, rank=self.rank, token=token, config=patient)
+        self.stack.callback(watch.close)
+        return watch
+
+    def _supervise(self, process: RankProcess) -> Iterator[pa.RecordBatch]:
+        """Waits for the first of: the rank's end, a peer's abort, our parent's end. Yields how it ended."""
+        assert self.watch is not None
+        watch, beat_s = self.watch, self.plan.beat_s
+        pause_s = _POLL_S if beat_s is None else min(beat_s, _POLL_S)
+        parent = os.pidfd_open(os.getppid())
+        self.stack.callback(os.close, parent)
+        end: Result | Failed | None = None
+        everyone: _Meeting | None = None
+        last = time.monotonic()
+        while True:
+            sources: list[Any] = [parent, watch.fileno()]
+            sources.append(process if everyone is None else everyone)
+            ready: list[Any] = wait(sources, pause_s)
+            if everyone is None:
+                end = self._hear(process)
+                if isinstance(end, Failed):
+                    yield self._failed(end)
+                    return
+                if isinstance(end, Result):
+                    everyone = _Meeting(watch)
+            elif everyone in ready:
+                break
+            if parent in ready or watch.fileno() in ready:
+                break
+            if beat_s is not None and time.monotonic() - last >= beat_s:
+                last = time.monotonic()
+                yield rows.beat(self.rank)
+        if end is None:
+            yield self._ended(process)
+        elif isinstance(end, Result):
+            yield from rows.result(self.rank, end.value)
+
+    def _hear(self, process: RankProcess) -> Result | Failed | None:
+        """Passes on what the rank said; returns its end when it has come."""
+        end = None
+        records: list[dict[str, Any]] = []
+        for event in process.poll():
+            if isinstance(event, Output):
+                records.append({"kind": "output", "line": event.line, "stream": event.stream})
+            elif isinstance(event, Report):
+                records.append({**event.data, "kind": event.kind})
+            else:
+                end = event
+        self._tell(records)
+        return end
+
+    def _tell(self, records: list[dict[str, Any]]) -> None:
+        if self.feed is not None and self.feed.connected:
+            self.feed.send([{**record, "rank": self.rank} for record in records])
+            return
+        for record in records:
+            if record["kind"] == "output":
+                print(f"[{self.rank}] {record['line']}", file=sys.stderr, flush=True)
+
+    def _failed(self, end: Failed) -> pa.RecordBatch:
+        """Our rank ended badly: tell the other supervisors, unless one of them is about to tell us why."""
+        assert self.watch is not None
+        what = end.failure.with_rank(self.rank)
+        if what.echo:
+            wait([self.watch.fileno()], _ECHO_WAIT_S)
+        self.watch.abort(what.headline())
+        self._tell([{"kind": "failure", "failure": what.to_json()}])
+        return rows.failure(what, "rank", end.exception)
+
+    def _ended(self, process: RankProcess) -> pa.RecordBatch:
+        """Another rank failed, or Spark went away: our rank has to go."""
+        assert self.watch is not None
+        reason = self.watch.reason or "the Spark worker was told to stop"
+        sources: list[Any] = [process]
+        wait(sources, _GRACE_S)
+        end = self._hear(process)
+        if isinstance(end, Failed) and not end.failure.echo:
+            return self._failed(end)
+        process.kill(_GRACE_S)
+        self._hear(process)
+        host = socket.gethostname()
+        what = RankFailure(self.rank, "ended", message=reason, host=host, echo=True, at=time.time())
+        return rows.failure(what, "rank")
+
+
+class _Meeting:
+    """Readable once every supervisor has a result (or the watch is dead): a Group closes only after that."""
+
+    def __init__(self, watch: Group):
+        self._read, self._write = os.pipe()
+        threading.Thread(target=self._meet, args=(watch,), name="hvd-meeting", daemon=True).start()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def _meet(self, watch: Group) -> None:
+        with contextlib.suppress(HvdError):
+            watch.barrier("done")
+        os.close(self._write)
+
+    def __del__(self) -> None:
+        os.close(self._read)
+
+
+def describe(rank: int, error: Exception) -> RankFailure:
+    """What the supervisor itself, or a rank that did not get as far as its endpoint, ran into."""
+    if isinstance(error, RankFailed):
+        return error.failure.with_rank(rank)
+    return failures.describe(error, rank)
+
+
+# Kept between jobs: Spark uses a Python worker again, and a warm template forks a rank in 0.1 s. It dies with
+# this process (PDEATHSIG).
+_warm: tuple[tuple[Any, ...], Template] | None = None
+
+
+def warm_template(plan: JobPlan, threads: int) -> Template:
+    """This worker's template with the plan's modules and import path; returns before it is ready."""
+    global _warm
+    path = list(dict.fromkeys([*sys.path, *plan.sys_path]))
+    key = (threads, plan.preload, *path)
+    if _warm is not None and _warm[0] == key and _warm[1].alive():
+        return _warm[1]
+    if _warm is not None:
+        _warm[1].close()
+    _warm = (key, Template.start(plan.preload, thread_env(threads), path))
+    return _warm[1]
