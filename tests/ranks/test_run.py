@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_core import world
@@ -52,6 +53,18 @@ def test_results_come_by_rank() -> None:
     assert [value for value, _, _ in results] == [1, 11, 21]
     assert {size for _, size, _ in results} == {3}
     assert len({pid for _, _, pid in results} | {os.getpid()}) == 4
+
+
+def _sums() -> tuple[float, int, int]:
+    with world.current().connect() as group:
+        total = group.allreduce(np.full(100_000, group.rank + 1.0), name="x")
+        return float(total[-1]), group.local_rank, group.local_size
+
+
+@pytest.mark.parametrize("num_proc", [1, 2, 3])
+def test_ranks_compute_together(num_proc: int) -> None:
+    expected = sum(range(1, num_proc + 1))
+    assert run(_sums, num_proc=num_proc) == [(expected, rank, num_proc) for rank in range(num_proc)]
 
 
 def test_one_rank_is_a_process_too() -> None:
@@ -196,20 +209,15 @@ def _threads() -> tuple[str, int]:
 def test_threads(preloaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     if not preloaded:
-        monkeypatch.setattr("hvd_core.launch.local.PRELOAD_IF_HERE", ())
-    assert run(_threads, num_proc=1, cpus_per_rank=1) == [("1", 1)]
+        monkeypatch.setattr("hvd_core.launch.local.PRELOAD", ())
     assert run(_threads, num_proc=1, cpus_per_rank=2, env={"OMP_NUM_THREADS": "1"}) == [("1", 1)]
 
 
 def _random() -> tuple[float, float]:
-    import numpy as np
-
     return random.random(), float(np.random.rand())
 
 
 def test_ranks_have_different_random_numbers() -> None:
-    import numpy  # noqa: F401  the template then has it too
-
     (a, x), (b, y) = run(_random, num_proc=2)
     assert a != b
     assert x != y

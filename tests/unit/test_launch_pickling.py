@@ -34,7 +34,7 @@ def _in_main(code: str, tmp_path: Any) -> str:
     [
         ("lock = threading.Lock()", "lambda: lock", "global 'lock' used by <lambda>"),
         ("def helper(): return log.name", "lambda: helper()", "global 'log' used by helper"),
-        ("state = {'files': [1, log]}", "lambda: state", "global 'state' used by <lambda>['files'][1]"),
+        ("state = {'files': [1, log]}", "lambda: state", "global 'state'['files'][1] used by <lambda>"),
         (
             "class Writer:\n    def write(self): return log",
             "lambda: Writer()",
@@ -85,7 +85,7 @@ def test_names_the_argument(args: tuple[Any, ...], kwargs: dict[str, Any], path:
 @pytest.mark.parametrize(
     ("fn", "path"),
     [
-        (_Trainer().train, "'self' of method '_Trainer.train'.lock"),
+        (_Trainer().train, "'self'.lock of method _Trainer.train"),
         (functools.partial(len, threading.Lock()), "argument 0 bound to len"),
         (functools.partial(print, sep=threading.Lock()), "argument 'sep' bound to print"),
     ],

@@ -16,11 +16,13 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import Any
 
 from ..errors import NotPicklable, RankFailure
+from ..group import Listener
+from ..world import World, set_current
 from . import wire
-from .cpus import thread_env
+from .cpus import thread_env, threads_per_rank
 from .events import Assignment
 from .failure import describe, exit_failure
 from .pickling import dumps_result
@@ -115,10 +117,9 @@ def _set_up_process(job: Job) -> None:
     # The function must not see the template's __main__, and classes of the user's are pickled from
     # "__main__".
     sys.modules["__main__"] = types.ModuleType("__main__")
-    os.environ.update(thread_env(job.threads) | job.env)
+    threads = threads_per_rank(None, 1, job.env, job.threads)
+    os.environ.update(thread_env(threads) | job.env)
     if (torch := sys.modules.get("torch")) is not None:  # read its environment when it was imported
-        asked = os.environ["OMP_NUM_THREADS"]  # the user's, when `env` has one
-        threads = int(asked) if asked.isdigit() and int(asked) > 0 else job.threads
         torch.set_num_threads(threads)
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(threads)
@@ -128,7 +129,7 @@ def _set_up_process(job: Job) -> None:
         numpy_random.seed()
 
 
-def _line_buffered(fd: int) -> TextIO:
+def _line_buffered(fd: int) -> io.TextIOWrapper:
     raw = io.FileIO(fd, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
 
@@ -143,9 +144,6 @@ def _payload(fd: int) -> Any:
 
 def _join(channel: wire.Channel) -> int:
     """Says where this rank listens, waits for its place and makes it `hvd_core.world.current()`."""
-    from ..group import Listener
-    from ..world import World, set_current
-
     listener = Listener.bind()
     channel.send(wire.ENDPOINT, listener.endpoint.encode())
     frame = channel.receive()

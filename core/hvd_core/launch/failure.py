@@ -74,8 +74,10 @@ def _is_ours(filename: str) -> bool:
 def _user_line(stack: traceback.StackSummary) -> str:
     frames = [frame for frame in stack if not _is_ours(frame.filename)]
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    last = (own or frames or [None])[-1]
-    return f"{last.filename}:{last.lineno}" if last is not None else ""
+    if not frames:
+        return ""
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def _drop_our_frames(formatted: traceback.TracebackException, seen: set[int]) -> None:

@@ -21,10 +21,8 @@ from .template_process import Template
 T = TypeVar("T")
 Env = Mapping[str, str] | Callable[[int], Mapping[str, str]] | None
 
-#: Imported by the template so that N ranks do not import them N times: what every rank needs, ...
-PRELOAD = ("hvd_core.group", "hvd_core.world")
-#: ... and what this process has, and is safe to fork.
-PRELOAD_IF_HERE = ("numpy", "torch", "hvd_core.torch")
+#: What this process has, is slow to import and safe to fork: the template imports it once for all ranks.
+PRELOAD = ("torch", "hvd_core.torch")
 #: An echo (a lost peer) is not the cause; that must be heard of within this time.
 _CAUSE_WITHIN_S = 2.0
 
@@ -71,7 +69,7 @@ def run(
         return [fn(*args, **(kwargs or {}))]
     threads = threads_per_rank(cpus_per_rank, num_proc, os.environ, usable_cpus())
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    preload = [*PRELOAD, *(name for name in PRELOAD_IF_HERE if name in sys.modules)]
+    preload = [name for name in PRELOAD if name in sys.modules]
     ranks: list[RankProcess] = []
     with Template.start(preload, thread_env(threads)) as template:
         try:
@@ -84,12 +82,10 @@ def run(
 
 
 def _checked_envs(num_proc: int, env: Env, cpus_per_rank: int | None) -> list[dict[str, str]]:
-    for name, value in (
-        ("num_proc", num_proc),
-        ("cpus_per_rank", 1 if cpus_per_rank is None else cpus_per_rank),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidArgument(f"{name} must be a whole number of at least 1, not {value!r}")
+    counts = {"num_proc": num_proc} | ({} if cpus_per_rank is None else {"cpus_per_rank": cpus_per_rank})
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise InvalidArgument(f"{name} must be a whole number of at least 1, not {count!r}")
     envs = [dict((env(rank) if callable(env) else env) or {}) for rank in range(num_proc)]
     for rank, extra in enumerate(envs):
         for key, value in extra.items():
@@ -108,7 +104,10 @@ class _Printer:
     """Lines of the ranks to text files, a whole line in one write."""
 
     def __init__(self, output: TextIO | None):
-        self._files = {"stdout": output or sys.stdout, "stderr": output or sys.stderr}
+        self._files = {
+            "stdout": sys.stdout if output is None else output,
+            "stderr": sys.stderr if output is None else output,
+        }
 
     def show(self, rank: int, output: Output) -> None:
         file = self._files[output.stream]
@@ -149,7 +148,7 @@ class _Job:
             if self._deadline is not None and now >= self._deadline:
                 self._raise_timeout()
             ends = [cause_by, now + 1.0] + ([self._deadline] if self._deadline is not None else [])
-            wait(self._living(), max(0.0, min(ends) - now))
+            wait([rank.fileno() for rank in self._living()], max(0.0, min(ends) - now))
             self._poll()
             self._assign_once_all_listen()
         return [self._unpickled(rank) for rank in range(len(self._ranks))]

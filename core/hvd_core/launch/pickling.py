@@ -7,13 +7,15 @@ import inspect
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument, NotPicklable
 
 #: Captures above this are named in a warning.
 LARGE_NBYTES = 50 << 20
 _MAX_DEPTH = 8
+
+_Job = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def dumps(fn: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
@@ -49,7 +51,7 @@ def dumps_result(fn: Any, result: Any) -> bytes:
     try:
         return pickler.dumps(result)
     except Exception as error:
-        path, value, why = _descend("its result", result, error, 0, set())
+        path, value, why = _descend(_Path("its result"), result, error, 0, set())
         raise NotPicklable(
             f"{function_name(fn)} returned, but {path} is a {type_name(type(value))}, which does not pickle "
             f"({type(why).__name__}: {_one_line(why)})"
@@ -72,28 +74,40 @@ def _one_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:300]
 
 
-def _roots(fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+class _Path(NamedTuple):
+    """How a user would find a variable: "global 'state'" + "['lock']" + " used by train"."""
+
+    variable: str
+    place: str = ""
+
+    def part(self, step: str) -> _Path:
+        return _Path(self.variable + step, self.place)
+
+    def __str__(self) -> str:
+        return self.variable + self.place
+
+
+_Found = tuple[_Path, Any, BaseException]
+
+
+def _roots(fn: Any, job: _Job) -> Iterator[tuple[_Path, Any]]:
     _, args, kwargs = job
     for i, value in enumerate(args):
-        yield f"args[{i}]", value
+        yield _Path(f"args[{i}]"), value
     for key, value in kwargs.items():
-        yield f"kwargs[{key!r}]", value
-    yield f"function {function_name(fn)!r}", fn
+        yield _Path(f"kwargs[{key!r}]"), value
+    yield _Path(f"function {function_name(fn)!r}"), fn
 
 
-def _first_unpicklable(
-    fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]], error: Exception
-) -> tuple[str, Any, BaseException]:
+def _first_unpicklable(fn: Any, job: _Job, error: Exception) -> _Found:
     for path, value in _roots(fn, job):
         why = _why_not(value)
         if why is not None:
             return _descend(path, value, why, 0, set())
-    return "the function with its arguments", job, error
+    return _Path("the function with its arguments"), job, error
 
 
-def _descend(
-    path: str, value: Any, why: BaseException, depth: int, seen: set[int]
-) -> tuple[str, Any, BaseException]:
+def _descend(path: _Path, value: Any, why: BaseException, depth: int, seen: set[int]) -> _Found:
     """Follows the first part that does not pickle, down to one whose parts all do."""
     seen.add(id(value))
     if depth < _MAX_DEPTH:
@@ -106,47 +120,47 @@ def _descend(
     return path, value, why
 
 
-def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
     """The variables that are pickled because `value` is, each with a path a user recognizes."""
     if isinstance(value, types.MethodType):
-        yield f"'self' of method {function_name(value)!r}", value.__self__
+        yield _Path("'self'", f" of method {function_name(value)}"), value.__self__
         yield path, value.__func__
     elif isinstance(value, types.FunctionType):
         name = function_name(value)
         for variable, part in _globals_used(value):
-            yield f"global {variable!r} used by {name}", part
+            yield _Path(f"global {variable!r}", f" used by {name}"), part
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             with_content = _cell_content(cell)
             if with_content:
-                yield f"closure variable {variable!r} of {name}", with_content[0]
+                yield _Path(f"closure variable {variable!r}", f" of {name}"), with_content[0]
         for parameter in inspect.signature(value).parameters.values():
             if parameter.default is not parameter.empty:
-                yield f"default of parameter {parameter.name!r} of {name}", parameter.default
+                yield _Path(f"default of parameter {parameter.name!r}", f" of {name}"), parameter.default
     elif isinstance(value, functools.partial):
-        yield f"function {function_name(value.func)!r}", value.func
+        yield _Path(f"function {function_name(value.func)!r}"), value.func
         for i, part in enumerate(value.args):
-            yield f"argument {i} bound to {function_name(value.func)}", part
+            yield _Path(f"argument {i}", f" bound to {function_name(value.func)}"), part
         for key, part in value.keywords.items():
-            yield f"argument {key!r} bound to {function_name(value.func)}", part
+            yield _Path(f"argument {key!r}", f" bound to {function_name(value.func)}"), part
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield f"{path}[{key!r}]", part
+            yield path.part(f"[{key!r}]"), part
     elif isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
-            yield f"{path}[{i}]", part
+            yield path.part(f"[{i}]"), part
     elif isinstance(value, (set, frozenset)):
         for part in value:
-            yield f"an element of {path}", part
+            yield path.part(" (an element of this set)"), part
     elif isinstance(value, type):
         for key, part in vars(value).items():
             part = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
             if not key.startswith("__") or isinstance(part, types.FunctionType):
-                yield f"{type_name(value)}.{key}", part
+                yield _Path(f"{type_name(value)}.{key}"), part
     else:
         for key, part in getattr(value, "__dict__", {}).items():
-            yield f"{path}.{key}", part
+            yield path.part(f".{key}"), part
         if type(value).__module__ == "__main__" or "<locals>" in type(value).__qualname__:
-            yield f"class {type_name(type(value))}", type(value)
+            yield _Path(f"class {type_name(type(value))}"), type(value)
 
 
 def _cell_content(cell: types.CellType) -> tuple[Any, ...]:
@@ -178,12 +192,12 @@ def _why_not(value: Any) -> BaseException | None:
     return None
 
 
-def _warn_of_large(fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]], nbytes: int) -> None:
+def _warn_of_large(fn: Any, job: _Job, nbytes: int) -> None:
     from .pickler import pickled_nbytes
 
     found: list[tuple[int, str]] = []
 
-    def look(path: str, value: Any, depth: int) -> None:
+    def look(path: _Path, value: Any, depth: int) -> None:
         if (
             isinstance(value, types.FunctionType | types.MethodType | functools.partial)
             and depth < _MAX_DEPTH
@@ -193,7 +207,7 @@ def _warn_of_large(fn: Any, job: tuple[Any, tuple[Any, ...], dict[str, Any]], nb
         elif not isinstance(value, type | types.ModuleType):
             size = pickled_nbytes(value)
             if size > LARGE_NBYTES // 10:
-                found.append((size, path))
+                found.append((size, str(path)))
 
     for path, value in _roots(fn, job):
         look(path, value, 0)

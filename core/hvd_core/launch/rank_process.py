@@ -31,7 +31,7 @@ FAILED_EXIT_GRACE_S = 2.0
 #: Between SIGTERM and SIGKILL when a rank is ended from outside.
 KILL_GRACE_S = 0.1
 #: What a killed process may take to be gone; longer means that it hangs in the kernel.
-_GONE_S = 10.0
+_GONE_S = 5.0
 #: The last lines on stderr of a rank that died without a word are part of its failure.
 _STDERR_LINES = 20
 #: Read from a stream in one `poll()`; more than a pipe or socket holds, so one read empties a dead rank's.
@@ -42,6 +42,7 @@ _RETRYABLE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGI
 
 class RankProcess:
     """One rank. Wait for it with `multiprocessing.connection.wait([rank, ...], timeout)`, then `poll()` it.
+    What the other methods heard while they waited is kept for `poll()`: call it before the first wait.
 
     Call `poll()` at least about once a second also when nothing is ready: it enforces the deadlines (a rank
     that has reported its end and does not exit is killed). `rank` is -1 until `assign`.
@@ -94,7 +95,7 @@ class RankProcess:
     @property
     def finished(self) -> bool:
         """The process is gone and `poll()` has returned its last event."""
-        return self._finished
+        return self._finished and not self._waiting
 
     def endpoint_or_none(self) -> str | None:
         """Where the rank listens, once `poll()` has heard it; never blocks."""
@@ -160,7 +161,7 @@ class RankProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise LaunchTimeout(f"waited {timeout_s:g} s for {what}")
-            wait([self], min(left, 1.0))
+            wait([self.fileno()], min(left, 1.0))
 
     def _read(self) -> list[Event]:
         events: list[Event] = []
@@ -268,6 +269,8 @@ class RankProcess:
             notes.append("before its function returned")
         if self._overdue:
             notes.append("it closed its channel without a result and did not exit")
+        if -status == signal.SIGKILL and not self._overdue:
+            notes.append("from outside; often the host or the container had no memory left")
         if said := without_our_frames(self._stderr_tail):
             notes += ["its last lines on stderr:", *(f"  {line}" for line in said)]
         if status >= 0:
@@ -306,7 +309,7 @@ def end_ranks(ranks: Sequence[RankProcess], grace_s: float = KILL_GRACE_S) -> No
                 rank._signal(number)
         deadline = time.monotonic() + patience_s
         while living and (left := deadline - time.monotonic()) > 0:
-            wait(living, left)
+            wait([rank.fileno() for rank in living], left)
             for rank in living:
                 rank._waiting += rank._read()
             living = [rank for rank in living if not rank._finished]

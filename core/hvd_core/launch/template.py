@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
@@ -40,11 +41,11 @@ class _Server:
         self._watch()
         self._set_up(self._next_frame(wire.SETUP)[0])
         while True:
-            wait([self._channel, self._child_ended])
+            wait([self._channel.fileno(), self._child_ended])
             with contextlib.suppress(BlockingIOError):
                 self._child_ended.recv(4096)
             self._reap()
-            if wait([self._channel], 0):
+            if wait([self._channel.fileno()], 0):
                 job = self._fork(*self._next_frame(wire.FORK))
                 if job is not None:
                     return job
@@ -97,7 +98,11 @@ class _Server:
         payload, control, stdout, stderr, status, *given = fds
         template = os.getpid()
         try:
-            pid = os.fork()
+            # From 3.12 on Python warns when there are threads, such as an idle pool of OpenBLAS, which
+            # handles forks.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                pid = os.fork()
         except OSError as error:
             _tell(status, {"lost": f"the rank could not be forked: {error}"})
             pid = -1

@@ -72,7 +72,7 @@ class Template:
         setup = {
             "env": environ,
             "sys_path": list(sys.path if sys_path is None else sys_path),
-            "cwd": os.getcwd(),
+            "cwd": _working_directory(),
             "argv": sys.argv,
             "preload": list(preload),
         }
@@ -122,7 +122,8 @@ class Template:
             rank_control.close()
             for _, write in pipes:
                 os.close(write)
-        return RankProcess(control, *(read for read, _ in pipes), why_lost=self._why_dead)
+        stdout, stderr, status = (read for read, _ in pipes)
+        return RankProcess(control, stdout, stderr, status, self._why_dead)
 
     def alive(self) -> bool:
         return not self._closed and self._process.poll() is None
@@ -193,3 +194,10 @@ def exec_env(environ: Mapping[str, str]) -> dict[str, str]:
             room -= nbytes
             chosen[name] = value
     return chosen
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed; there is nothing to import from it either
+        return "/"
