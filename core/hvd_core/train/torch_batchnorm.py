@@ -60,8 +60,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def total(self, values: Tensor, what: str) -> Tensor:
         """Sum over ranks, in float64."""
-        data = values.detach().double().cpu().numpy()
-        return torch.from_numpy(self._ranks.sum(np.ascontiguousarray(data), f"{self._name}.{what}"))
+        data = np.array(values.detach().double().cpu().numpy(), order="C")  # a copy: the sum is in place
+        return torch.from_numpy(self._ranks.sum(data, f"{self._name}.{what}"))
 
 
 class _Normalize(torch.autograd.Function):
