@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import sysconfig
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,11 +158,17 @@ def _parts(path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
             part = part.__func__ if isinstance(part, (staticmethod, classmethod)) else part
             if not key.startswith("__") or isinstance(part, types.FunctionType):
                 yield _Path(f"{type_name(value)}.{key}"), part
-    else:
+    elif not _of_a_library(type(value)):
         for key, part in getattr(value, "__dict__", {}).items():
             yield path.part(f".{key}"), part
         if type(value).__module__ == "__main__" or "<locals>" in type(value).__qualname__:
             yield _Path(f"class {type_name(type(value))}"), type(value)
+
+
+def _of_a_library(cls: type) -> bool:
+    """Whether the inside of such an object says nothing to its user."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    return file.startswith((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
 
 
 def _cell_content(cell: types.CellType) -> tuple[Any, ...]:

@@ -100,6 +100,8 @@ Status Scheduler::RunUntilClosed() {
   for (;;) {
     {
       MutexLock lock(mutex_);
+      // Before close_: the peers must hear the reason also when the Group is closed right after.
+      if (abort_) return Status(Code::kAborted, abort_reason_);
       if (close_) return Status::Ok();
     }
     HVD_RETURN_IF_ERROR(Step());
