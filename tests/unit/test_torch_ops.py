@@ -4,7 +4,6 @@ stacked inputs."""
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import hvd_core.torch as hvd
 from hvd_core import basics, objects
 from hvd_core.errors import InvalidArgument, MismatchError, NotInitialized, NotPicklable
-from tests.unit.fake_group import calls, run_ranks
+from tests.unit.thread_ranks import calls, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,16 +68,63 @@ def test_shapes_names_scales_and_compression() -> None:
             assert out.dtype == torch.float32
             assert out.tolist() == [1.5, 1.5]
             assert hvd.allreduce(torch.tensor([7]), compression=compression).tolist() == [7]
-        with pytest.warns(DeprecationWarning, match="average="):
-            assert hvd.allreduce(torch.ones(1), average=False).tolist() == [2.0]
         first = hvd.allreduce_async(torch.ones(1), name="a" if rank else "b", op=hvd.Sum)
         second = hvd.allreduce_async(torch.ones(1) * 2, name="b" if rank else "a", op=hvd.Sum)
         assert hvd.synchronize(second).tolist() == hvd.synchronize(first).tolist() == [3.0]
         assert calls()[0] == "allreduce.noname.0"
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        run_ranks(2, body)
+    run_ranks(2, body)
+
+
+def test_average_is_deprecated() -> None:
+    def body(rank: int) -> None:
+        for call, expected in [
+            (lambda: hvd.allreduce(torch.tensor([3.0]), average=False), [3.0]),
+            (lambda: hvd.synchronize(hvd.allreduce_async(torch.tensor([3.0]), average=True)), [3.0]),
+            (lambda: hvd.grouped_allreduce([torch.tensor([3.0])], average=True)[0], [3.0]),
+        ]:
+            with pytest.warns(DeprecationWarning, match="average=") as caught:
+                assert call().tolist() == expected
+            assert caught[0].filename == __file__
+
+    run_ranks(1, body)  # warning filters belong to the process
+
+
+INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, *INTS, *FLOATS], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_dtype_and_op(dtype: torch.dtype, size: int) -> None:
+    """Oracle: sums in fp64, rounded once; exact in any order, as the values are small integers."""
+    count = 1000
+    generator = torch.Generator().manual_seed(7)
+    inputs = [torch.randint(0, 4, (count,), generator=generator).to(dtype) for _ in range(size)]
+    stacked = torch.stack(inputs).double()
+    if dtype == torch.bool:
+        expected = {hvd.Sum: stacked.amax(0), hvd.Max: stacked.amax(0)}
+        expected |= {hvd.Min: stacked.amin(0), hvd.Product: stacked.amin(0)}
+    else:
+        expected = {hvd.Sum: stacked.sum(0), hvd.Max: stacked.amax(0), hvd.Min: stacked.amin(0)}
+        expected |= {hvd.Product: stacked.prod(0), hvd.Average: stacked.sum(0) / size}
+        if not dtype.is_floating_point:
+            expected[hvd.Average] = expected[hvd.Average].trunc()
+
+    def body(rank: int) -> None:
+        for op, values in expected.items():
+            out = hvd.allreduce(inputs[rank], op=op)
+            assert out.dtype == dtype
+            assert torch.equal(out, values.to(dtype)), op
+            again = inputs[rank].clone()
+            hvd.grouped_allreduce_([again, torch.zeros(2)], op=hvd.Sum if dtype == torch.bool else op)
+        if dtype != torch.bool:
+            out = hvd.allreduce(inputs[rank], op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
+            scaled = [(t.double() * 0.5).trunc() if dtype in INTS else t.double() * 0.5 for t in inputs]
+            total = torch.stack(scaled).sum(0) * 3.0
+            assert torch.equal(out, total.to(dtype))
+
+    run_ranks(size, body)
 
 
 def test_gradients_are_those_of_horovod() -> None:
@@ -146,7 +192,7 @@ def test_handles() -> None:
             handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
             assert isinstance(handle, int)
             assert not hvd.poll(handle)
-            with pytest.raises(ValueError, match="x is in flight already"):
+            with pytest.raises(ValueError, match=r"x.* was submitted before"):
                 hvd.allreduce_async(torch.ones(2), name="x")
         hvd.barrier()  # completes although x is pending
         if rank == 1:

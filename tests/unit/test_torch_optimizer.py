@@ -16,7 +16,7 @@ import torch
 
 import hvd_core.torch as hvd
 from hvd_core.errors import HvdError, InvalidArgument, MismatchError
-from tests.unit.fake_group import calls, run_ranks
+from tests.unit.thread_ranks import calls, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 
