@@ -161,7 +161,7 @@ std::vector<RowHash> HashAll(const std::vector<std::vector<std::byte>>& data,
 }
 
 TEST(HashSeesEveryByte) {
-  const std::vector<size_t> sizes = {1, 4, 8, 15, 16, 17, 31, 40};
+  const std::vector<size_t> sizes = {1, 4, 8, 9, 15, 16, 17, 25, 31, 40};
   std::vector<std::vector<std::byte>> data;
   for (const size_t size : sizes) data.push_back(RandomData(3 * size, static_cast<uint32_t>(size)));
   const std::vector<RowHash> before = HashAll(data, sizes, 3);

@@ -1,0 +1,170 @@
+// Who is ready, what goes together, and what a mismatch says: pure functions, tested without a process.
+#include <algorithm>
+#include <map>
+#include <random>
+
+#include "check.h"
+#include "scheduler/fusion.h"
+#include "scheduler/negotiate.h"
+
+namespace hvd {
+namespace {
+
+Request Allreduce(const std::string& name, std::vector<int64_t> shape, DType dtype = DType::kFloat32) {
+  Request request;
+  request.name = name;
+  request.members.push_back({name, dtype, std::move(shape), {}});
+  return request;
+}
+
+const Clock::time_point kNow{};
+
+TEST(nothing_is_decided_before_all_ranks_announced) {
+  Negotiator negotiator(3, 1 << 20);
+  negotiator.Announce(2, Allreduce("x", {4}), kNow);
+  negotiator.Announce(0, Allreduce("x", {4}), kNow);
+  CHECK(negotiator.Decide().decisions.empty());
+  CHECK_EQ(negotiator.Waits().size(), 1u);
+  CHECK_EQ(negotiator.Describe(negotiator.Waits()[0]),
+           std::string("allreduce 'x' was submitted by ranks 0, 2 but not by rank 1"));
+  negotiator.Announce(1, Allreduce("x", {4}), kNow);
+  const Round round = negotiator.Decide();
+  CHECK_EQ(round.decisions.size(), 1u);
+  CHECK(round.decisions[0].mismatch.empty());
+  CHECK_EQ(round.batches.size(), 1u);
+  CHECK(negotiator.idle());
+}
+
+TEST(a_stall_says_what_the_missing_rank_waits_in) {
+  Negotiator negotiator(2, 1 << 20);
+  negotiator.Announce(0, Allreduce("mine", {4}), kNow);
+  negotiator.Announce(1, Allreduce("yours", {4}), kNow);
+  const auto waits = negotiator.Waits();
+  CHECK_EQ(waits.size(), 2u);
+  CHECK_EQ(
+      negotiator.Describe(waits[0]),
+      std::string("allreduce 'mine' was submitted by rank 0 but not by rank 1 (which waits in 'yours')"));
+}
+
+TEST(every_order_of_announcements_completes_every_name_once) {
+  std::mt19937 random(7);
+  for (int trial = 0; trial < 200; ++trial) {
+    const int size = 1 + trial % 5;
+    std::vector<std::pair<int, int>> events;
+    for (int rank = 0; rank < size; ++rank) {
+      for (int name = 0; name < 6; ++name) events.emplace_back(rank, name);
+    }
+    std::shuffle(events.begin(), events.end(), random);
+    Negotiator negotiator(size, 1 << 20);
+    std::map<std::string, int> decided;
+    for (const auto& [rank, name] : events) {
+      negotiator.Announce(rank, Allreduce("t" + std::to_string(name), {name}), kNow);
+      for (const Decision& decision : negotiator.Decide().decisions) ++decided[decision.name];
+    }
+    CHECK_EQ(decided.size(), 6u);
+    for (const auto& [name, times] : decided) CHECK_EQ(times, 1);
+    CHECK(negotiator.idle());
+  }
+}
+
+std::string MismatchOf(const Request& first, const Request& second) { return FindMismatch({first, second}); }
+
+TEST(a_mismatch_names_tensor_ranks_and_both_values) {
+  const Request first = Allreduce("grad/fc1.weight", {10});
+  CHECK_EQ(MismatchOf(first, Allreduce("grad/fc1.weight", {12})),
+           std::string("grad/fc1.weight: rank 1 has shape (12,), rank 0 has (10,)"));
+  CHECK_EQ(MismatchOf(first, Allreduce("grad/fc1.weight", {10}, DType::kFloat64)),
+           std::string("grad/fc1.weight: rank 1 has dtype float64, rank 0 has float32"));
+  Request other = first;
+  other.reduce = ReduceOp::kMax;
+  CHECK(!MismatchOf(first, other).empty());
+  other = first;
+  other.prescale = 0.5;
+  CHECK_EQ(MismatchOf(first, other), std::string("grad/fc1.weight: rank 1 has prescale 0.5, rank 0 has 1"));
+  other = first;
+  other.root = 1;
+  CHECK(!MismatchOf(first, other).empty());
+  other = first;
+  other.op = Op::kBroadcast;
+  CHECK_EQ(MismatchOf(first, other),
+           std::string("grad/fc1.weight: rank 1 has operation broadcast, rank 0 has allreduce"));
+  other = first;
+  other.members.push_back(first.members[0]);
+  CHECK(!MismatchOf(first, other).empty());
+  CHECK(MismatchOf(first, first).empty());
+}
+
+TEST(allgather_lets_only_the_first_extent_differ) {
+  Request first = Allreduce("g", {2, 3}), second = Allreduce("g", {5, 3}), third = Allreduce("g", {5, 4});
+  first.op = second.op = third.op = Op::kAllgather;
+  CHECK(MismatchOf(first, second).empty());
+  CHECK_EQ(MismatchOf(first, third), std::string("g: rank 1 has shape (5, 4), rank 0 has (2, 3)"));
+  Negotiator negotiator(2, 1 << 20);
+  negotiator.Announce(0, first, kNow);
+  negotiator.Announce(1, second, kNow);
+  CHECK((negotiator.Decide().decisions[0].rows == std::vector<std::vector<int64_t>>{{2, 5}}));
+}
+
+TEST(fusion_joins_only_what_may_go_together_and_keeps_to_the_limit) {
+  std::mt19937 random(11);
+  for (int trial = 0; trial < 300; ++trial) {
+    const size_t limit = trial % 7 == 0 ? 0 : 1u << (trial % 14);
+    std::vector<Request> requests;
+    std::vector<Decision> decisions;
+    for (int i = 0; i < 1 + trial % 20; ++i) {
+      Request request = Allreduce("t" + std::to_string(i), {static_cast<int64_t>(random() % 500)},
+                                  random() % 2 == 0 ? DType::kFloat32 : DType::kInt64);
+      if (random() % 3 == 0) request.reduce = ReduceOp::kMax;
+      if (random() % 5 == 0) request.op = Op::kBroadcast;
+      Decision decision;
+      decision.name = request.name;
+      decision.places.resize(1);
+      requests.push_back(request);
+      decisions.push_back(decision);
+    }
+    std::vector<const Request*> pointers;
+    for (const Request& request : requests) pointers.push_back(&request);
+    std::vector<int> seen(requests.size());
+    for (const auto& batch : Fuse(decisions, pointers, limit)) {
+      CHECK(!batch.empty());
+      uint64_t nbytes = 0;
+      const Request& first = requests[batch[0].decision];
+      for (const TensorRef& tensor : batch) {
+        const Request& request = requests[tensor.decision];
+        ++seen[tensor.decision];
+        nbytes += request.members[0].nbytes();
+        CHECK(request.op == first.op && request.reduce == first.reduce);
+        CHECK(request.members[0].dtype == first.members[0].dtype);
+      }
+      CHECK(batch.size() == 1 || nbytes <= limit);
+      CHECK(batch.size() == 1 || first.op == Op::kAllreduce);
+    }
+    for (const int times : seen) CHECK_EQ(times, 1);
+  }
+}
+
+TEST(requests_and_rounds_survive_the_wire_and_damage_is_noticed) {
+  Request request = Allreduce("x", {2, 0, 5}, DType::kBFloat16);
+  request.members[0].where = {3, 4096};
+  const std::string bytes = Serialize({request, Allreduce("y", {})});
+  const auto parsed = ParseRequests(bytes);
+  CHECK(parsed.ok());
+  CHECK_EQ(Serialize(parsed.value()), bytes);
+  Round round;
+  round.decisions.push_back({"x", "", {{1, 2}}, {{{1, 64}, {2, 128}}}});
+  round.decisions.push_back({"y", "they differ", {}, {}});
+  round.batches = {{{0, 0}, {1, 0}}};
+  const std::string round_bytes = Serialize(round);
+  CHECK_EQ(Serialize(ParseRound(round_bytes).value()), round_bytes);
+  for (size_t cut = 0; cut < bytes.size(); ++cut) CHECK(!ParseRequests(bytes.substr(0, cut)).ok());
+  for (size_t cut = 0; cut < round_bytes.size(); ++cut) CHECK(!ParseRound(round_bytes.substr(0, cut)).ok());
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 2000; ++trial) {  // no crash, no endless allocation
+    std::string damaged = bytes;
+    damaged[random() % damaged.size()] = static_cast<char>(random());
+    [[maybe_unused]] const bool ok = ParseRequests(damaged).ok();
+  }
+}
+
+}  // namespace
+}  // namespace hvd

@@ -1,0 +1,357 @@
+// Links, frames, steps and collectives with ranks as threads of this process, on good links and on bad ones.
+#include <sys/socket.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "collectives/in_host.h"
+#include "scheduler/scheduler.h"
+#include "transport/handshake.h"
+#include "transport/socket_link.h"
+
+namespace hvd {
+namespace {
+
+using Links = std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>>;
+
+Links Connected() {
+  int fds[2];
+  CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+  return {std::make_unique<SocketLink>(UniqueFd(fds[0]), true),
+          std::make_unique<SocketLink>(UniqueFd(fds[1]), true)};
+}
+
+// A link that moves little at a time, and often nothing.
+class DribblingLink final : public Link {
+ public:
+  explicit DribblingLink(std::unique_ptr<Link> link, unsigned seed) : link_(std::move(link)), random_(seed) {}
+  Result<size_t> TrySend(std::span<const std::byte> bytes, int pass_fd) override {
+    if (random_() % 2 == 0) return size_t{0};
+    return link_->TrySend(bytes.first(std::min<size_t>(bytes.size(), 1 + random_() % 7)), pass_fd);
+  }
+  Result<size_t> TryRecv(std::span<std::byte> bytes, UniqueFd* passed_fd) override {
+    if (random_() % 2 == 0) return size_t{0};
+    return link_->TryRecv(bytes.first(std::min<size_t>(bytes.size(), 1 + random_() % 7)), passed_fd);
+  }
+  int fd() const override { return link_->fd(); }
+  bool same_host() const override { return true; }
+
+ private:
+  std::unique_ptr<Link> link_;
+  std::mt19937 random_;
+};
+
+// A link that breaks at the n-th call, counted over both of its ends.
+class BreakingLink final : public Link {
+ public:
+  BreakingLink(std::unique_ptr<Link> link, std::atomic<int>* calls_left)
+      : link_(std::move(link)), calls_left_(calls_left) {}
+  Result<size_t> TrySend(std::span<const std::byte> bytes, int pass_fd) override {
+    if (Broken()) return Status(Code::kPeerLost, "cut");
+    return link_->TrySend(bytes, pass_fd);
+  }
+  Result<size_t> TryRecv(std::span<std::byte> bytes, UniqueFd* passed_fd) override {
+    if (Broken()) return Status(Code::kPeerLost, "cut");
+    return link_->TryRecv(bytes, passed_fd);
+  }
+  int fd() const override { return link_->fd(); }
+  bool same_host() const override { return true; }
+
+ private:
+  bool Broken() {
+    if (calls_left_->fetch_sub(1) > 0) return false;
+    ::shutdown(link_->fd(), SHUT_RDWR);
+    return true;
+  }
+
+  std::unique_ptr<Link> link_;
+  std::atomic<int>* calls_left_;
+};
+
+Clock::time_point In(double seconds) { return Clock::now() + Seconds(seconds); }
+
+// -- handshake --
+
+TEST(handshake_accepts_its_own_and_nothing_else) {
+  const Credentials low{0, 3, "token", 4}, high{2, 3, "token", 4};
+  const Hello hello = MakeHello(high, 0);
+  CHECK(ReadHello(hello, low) == 2);
+  const Challenge challenge = MakeChallenge(hello, low);
+  CHECK(CheckChallenge(hello, challenge, high));
+  const Digest proof = MakeProof(hello, challenge, high);
+  CHECK(proof == MakeProof(hello, challenge, low));
+
+  const Credentials stranger{2, 3, "guess", 4}, old{2, 3, "token", 3};
+  CHECK(!CheckChallenge(hello, challenge, stranger));
+  CHECK(!CheckChallenge(hello, MakeChallenge(hello, stranger), high));
+  CHECK(MakeProof(hello, challenge, stranger) != proof);
+  CHECK(!ReadHello(MakeHello(old, 0), low));   // another epoch
+  CHECK(!ReadHello(MakeHello(high, 1), low));  // for another rank
+  CHECK(!ReadHello(MakeHello(low, 0), low));   // from itself
+  // A recorded proof does not fit the next challenge; nor does the acceptor's own digest serve as one.
+  CHECK(MakeProof(hello, MakeChallenge(hello, low), high) != proof);
+  CHECK(!std::equal(proof.begin(), proof.end(), challenge.begin() + sizeof(Nonce)));
+  for (size_t i = 0; i < kChallengeBytes; ++i) {
+    Challenge damaged = challenge;
+    damaged[i] ^= std::byte{1};
+    CHECK(!CheckChallenge(hello, damaged, high));
+  }
+}
+
+TEST(endpoints_survive_their_text) {
+  auto listener = Listener::Bind("", "");
+  CHECK(listener.ok());
+  const std::string text = listener.value()->endpoint().ToString();
+  CHECK_EQ(Endpoint::Parse(text).value().ToString(), text);
+  for (const char* bad :
+       {"", "hvd1", "hvd2;host=a;unix=b;tcp=1.2.3.4:5", "hvd1;host=a;unix=b;tcp=1.2.3.4:99999",
+        "hvd1;host=a;unix=b;tcp=1.2.3.4:5x", "hvd1;hos=a;unix=b;tcp=1.2.3.4:5"}) {
+    CHECK(!Endpoint::Parse(bad).ok());
+  }
+}
+
+// -- exchange --
+
+void ExchangeManyFrames(Links links) {
+  Exchange a(0, 2, Seconds(30)), b(1, 2, Seconds(30));
+  a.Add(1, std::move(links.first), 0);
+  b.Add(0, std::move(links.second), 0);
+  const int count = 200;
+  for (int i = 0; i < count; ++i) {
+    a.Post(1, FrameKind::kAnnounce,
+           std::string(static_cast<size_t>(i) % 97, static_cast<char>('a' + i % 26)));
+  }
+  auto segment = Segment::Create(100);
+  a.Post(1, FrameKind::kSegment, "with a descriptor", segment.value()->fd());
+  a.Post(1, FrameKind::kBye, {});
+  std::thread sender([&] { a.Flush(In(20)); });
+  int got = 0;
+  bool descriptor = false;
+  const auto deadline = In(20);
+  while (!b.HasLeft(0) && Clock::now() < deadline) {
+    b.Poll(deadline);
+    while (auto frame = b.Next()) {
+      if (frame->kind == FrameKind::kSegment) {
+        descriptor = frame->fd.valid();
+      } else {
+        const std::string expected(static_cast<size_t>(got) % 97, static_cast<char>('a' + got % 26));
+        CHECK_EQ(frame->payload, expected);
+        ++got;
+      }
+    }
+  }
+  sender.join();
+  while (auto frame = b.Next())
+    (frame->kind == FrameKind::kSegment) ? void(descriptor = frame->fd.valid()) : void(++got);
+  CHECK_EQ(got, count);
+  CHECK(descriptor);
+  CHECK(b.lost().ok());
+}
+
+TEST(frames_arrive_whole_and_in_order_on_every_link) {
+  ExchangeManyFrames(Connected());
+  Links links = Connected();
+  ExchangeManyFrames({std::make_unique<DribblingLink>(std::move(links.first), 1),
+                      std::make_unique<DribblingLink>(std::move(links.second), 2)});
+}
+
+TEST(an_ended_or_silent_or_babbling_peer_is_lost_by_name) {
+  {
+    Links links = Connected();
+    Exchange a(0, 2, Seconds(30));
+    a.Add(1, std::move(links.first), 0);
+    links.second.reset();
+    a.Poll(In(5));
+    CHECK_EQ(a.lost_peer(), 1);
+    CHECK(a.lost().text().starts_with("lost rank 1: "));
+  }
+  {
+    Links links = Connected();
+    Exchange a(0, 2, Seconds(0.2));
+    a.Add(1, std::move(links.first), 0);
+    const auto begin = Clock::now();
+    while (a.lost().ok() && Clock::now() < begin + Seconds(5)) a.Poll(In(1));
+    CHECK(Clock::now() - begin < Seconds(2));
+    CHECK(a.lost().text().find("no byte for") != std::string_view::npos);
+  }
+  {
+    Links links = Connected();
+    Exchange a(0, 2, Seconds(30));
+    a.Add(1, std::move(links.first), 0);
+    const char junk[] = "\xff\xff\xff\xff\xff\xff\xff";
+    CHECK(links.second->TrySend(std::as_bytes(std::span(junk)), -1).ok());
+    a.Poll(In(5));
+    CHECK(a.lost().text().find("broken frame") != std::string_view::npos);
+  }
+}
+
+TEST(wake_ends_a_poll_from_another_thread) {
+  Exchange a(0, 1, Seconds(30));
+  std::thread waker([&] { a.Wake(); });
+  const auto begin = Clock::now();
+  a.Poll(In(10));
+  CHECK(Clock::now() - begin < Seconds(5));
+  waker.join();
+}
+
+// -- in-host collectives --
+
+std::vector<std::unique_ptr<Arena>> ConnectedArenas(int size, size_t chunk_nbytes) {
+  std::vector<std::unique_ptr<Arena>> arenas;
+  for (int rank = 0; rank < size; ++rank)
+    arenas.push_back(Arena::Create(rank, size, chunk_nbytes, false).value());
+  for (auto& arena : arenas) {
+    for (int peer = 0; peer < size; ++peer) {
+      CHECK(arena->AddSegment(peer, 0, arenas[static_cast<size_t>(peer)]->control()).ok());
+    }
+    CHECK(arena->complete());
+  }
+  return arenas;
+}
+
+void OnEveryRank(int size, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+const Arena::Tick kNeverGiveUp = [](int) { return Status::Ok(); };
+
+float Value(int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 101); }
+
+TEST(staged_allreduce_adds_every_element_once_for_all_sizes) {
+  const size_t chunk = 4096;  // 1024 floats
+  for (int size = 1; size <= 5; ++size) {
+    const auto arenas = ConnectedArenas(size, chunk);
+    for (const size_t count :
+         {size_t{0}, size_t{1}, size_t{15}, size_t{1023}, size_t{1024}, size_t{1025}, size_t{5000}}) {
+      OnEveryRank(size, [&](int rank) {
+        std::vector<float> first(count), second(count / 3), out(count);
+        for (size_t i = 0; i < count; ++i) first[i] = Value(rank, i);
+        for (size_t i = 0; i < second.size(); ++i) second[i] = Value(rank, i + 1);
+        const auto bytes = [](std::vector<float>& v) { return reinterpret_cast<std::byte*>(v.data()); };
+        const Piece pieces[] = {{bytes(first), bytes(out), count},
+                                {bytes(second), bytes(second), second.size()}};
+        CHECK(AllreduceStaged(*arenas[static_cast<size_t>(rank)], kNeverGiveUp, pieces, DType::kFloat32,
+                              ReduceOp::kSum, {})
+                  .ok());
+        for (size_t i = 0; i < count; ++i) {
+          float expected = 0;
+          for (int r = 0; r < size; ++r) expected += Value(r, i);
+          CHECK_EQ(out[i], expected);
+          CHECK_EQ(first[i], Value(rank, i));
+        }
+        for (size_t i = 0; i < second.size(); ++i) {
+          float expected = 0;
+          for (int r = 0; r < size; ++r) expected += Value(r, i + 1);
+          CHECK_EQ(second[i], expected);
+        }
+      });
+    }
+  }
+}
+
+TEST(allgather_and_broadcast_move_every_byte) {
+  for (int size = 1; size <= 4; ++size) {
+    const auto arenas = ConnectedArenas(size, 4096);
+    std::vector<size_t> nbytes;
+    for (int rank = 0; rank < size; ++rank) nbytes.push_back(static_cast<size_t>(rank) * 5001);
+    const size_t total = std::accumulate(nbytes.begin(), nbytes.end(), size_t{0});
+    OnEveryRank(size, [&](int rank) {
+      Arena& arena = *arenas[static_cast<size_t>(rank)];
+      const std::vector<std::byte> in(nbytes[static_cast<size_t>(rank)], static_cast<std::byte>(rank + 1));
+      std::vector<std::byte> out(total + 1);
+      CHECK(Allgather(arena, kNeverGiveUp, in.data(), out.data(), nbytes).ok());
+      size_t at = 0;
+      for (int r = 0; r < size; ++r) {
+        for (size_t i = 0; i < nbytes[static_cast<size_t>(r)]; ++i)
+          CHECK(out[at++] == static_cast<std::byte>(r + 1));
+      }
+      for (int root = 0; root < size; ++root) {
+        std::vector<std::byte> data(20'001, static_cast<std::byte>(rank + 10));
+        CHECK(Broadcast(arena, kNeverGiveUp, root, data.data(), data.data(), data.size()).ok());
+        CHECK(data.front() == static_cast<std::byte>(root + 10) && data.back() == data.front());
+      }
+    });
+  }
+}
+
+// -- scheduler: the fault sweep --
+
+struct Outcome {
+  Status status;
+  double seconds = 0;
+  bool wrong_sum = false;
+};
+
+// Two ranks over `links` add until `sums` are done or one fails, then close.
+std::vector<Outcome> AddOver(Links links, int sums) {
+  auto arenas = ConnectedArenas(2, 4096);
+  std::vector<Outcome> outcomes(2);
+  std::unique_ptr<Link> ends[2] = {std::move(links.first), std::move(links.second)};
+  OnEveryRank(2, [&](int rank) {
+    auto exchange = std::make_unique<Exchange>(rank, 2, Seconds(5));
+    exchange->Add(1 - rank, std::move(ends[rank]), 0);
+    Scheduler scheduler({rank, 2, 1 << 20, Seconds(30), Seconds(20)}, std::move(exchange),
+                        std::move(arenas[static_cast<size_t>(rank)]));
+    Outcome& outcome = outcomes[static_cast<size_t>(rank)];
+    const auto begin = Clock::now();
+    for (int i = 0; i < sums && outcome.status.ok(); ++i) {
+      std::vector<float> data(3000, 1);
+      auto handle = std::make_shared<Handle>();
+      Request request;
+      request.name = "x" + std::to_string(i % 3);
+      request.members.push_back({request.name, DType::kFloat32, {3000}, {}});
+      auto* bytes = reinterpret_cast<std::byte*>(data.data());
+      outcome.status = scheduler.Submit({request, {{bytes, bytes}}, handle});
+      if (!outcome.status.ok()) break;
+      if (!handle->Wait(In(15))) {
+        outcome.status = Status(Code::kInvalid, "hangs");
+        break;
+      }
+      outcome.status = handle->status();
+      if (!outcome.status.ok()) break;
+      for (const float value : data) outcome.wrong_sum |= value != 2;
+    }
+    scheduler.Close();
+    outcome.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  });
+  return outcomes;
+}
+
+TEST(a_link_cut_at_any_call_ends_both_ranks_in_time_without_a_wrong_sum) {
+  int failures = 0;
+  for (int cut = 0; cut < 60; ++cut) {
+    std::atomic<int> calls_left{cut};
+    Links links = Connected();
+    const auto outcomes = AddOver({std::make_unique<BreakingLink>(std::move(links.first), &calls_left),
+                                   std::make_unique<BreakingLink>(std::move(links.second), &calls_left)},
+                                  10);
+    for (const Outcome& outcome : outcomes) {
+      CHECK(!outcome.wrong_sum);
+      CHECK(outcome.seconds < 3);
+      const Code code = outcome.status.code();
+      CHECK(code == Code::kOk || code == Code::kPeerLost || code == Code::kShutdown);
+      failures += code != Code::kOk;
+    }
+  }
+  CHECK(failures > 20);  // the sweep did cut
+}
+
+TEST(good_and_dribbling_links_give_all_sums) {
+  for (const Outcome& outcome : AddOver(Connected(), 50)) CHECK(outcome.status.ok() && !outcome.wrong_sum);
+  Links links = Connected();
+  for (const Outcome& outcome : AddOver({std::make_unique<DribblingLink>(std::move(links.first), 5),
+                                         std::make_unique<DribblingLink>(std::move(links.second), 6)},
+                                        20)) {
+    CHECK(outcome.status.ok() && !outcome.wrong_sum);
+  }
+}
+
+}  // namespace
+}  // namespace hvd
