@@ -149,6 +149,7 @@ def fit_net(train: DataFrame, facts: TrainFacts, epochs: int, num_proc: int) -> 
         feature_cols=[*IDS, *NUMBERS],
         input_columns=[*IDS, NUMBERS],
         label_cols=[LABEL],
+        dtypes=dict.fromkeys(IDS, "int64"),  # StringIndexer makes doubles
         validation="validation",
         num_proc=num_proc,
         batch_size=512,
