@@ -329,35 +329,33 @@ TEST(AveragesWholeNumbersExactly) {
 }
 
 // Scaled integers outside their type: at the ends exactly, and far beyond.
-TEST(ClampsScaledIntegers) {
-  const auto scaled = [](auto x, double post) {
-    using T = decltype(x);
-    constexpr DType kDType = std::is_same_v<T, int64_t> ? DType::kInt64 : DType::kUInt64;
-    const void* src = &x;
-    T out = 0;
-    void* dst = &out;
-    for (const std::string& name : UsableKernels()) {
-      CHECK(UseKernels(name).ok());
-      Reduce(kDType, ReduceOp::kSum, {.post = post}, &src, 1, &dst, 1, 1);
-      T other = 0;
-      void* other_dst = &other;
-      Reduce(kDType, ReduceOp::kSum, {.pre = post}, &src, 1, &other_dst, 1, 1);
-      CHECK_EQ(out, other);
+template <DType kDType, class T>
+void CheckScaled(T x, double factor, T expected) {
+  const void* src = &x;
+  for (const std::string& name : UsableKernels()) {
+    CHECK(UseKernels(name).ok());
+    for (const Scale& scale : {Scale{.pre = factor}, Scale{.post = factor}}) {
+      T out = 0;
+      void* dst = &out;
+      Reduce(kDType, ReduceOp::kSum, scale, &src, 1, &dst, 1, 1);
+      CHECK_EQ(out, expected);
     }
-    CHECK(UseKernels("best").ok());
-    return out;
-  };
+  }
+  CHECK(UseKernels("best").ok());
+}
+
+TEST(ClampsScaledIntegers) {
   using Int = std::numeric_limits<int64_t>;
-  using UInt = std::numeric_limits<uint64_t>;
-  CHECK_EQ(scaled(int64_t{1} << 62, 2.0), Int::max());
-  CHECK_EQ(scaled(int64_t{1} << 62, -2.0), Int::min());
-  CHECK_EQ(scaled(int64_t{1} << 62, 1e30), Int::max());
-  CHECK_EQ(scaled(int64_t{1} << 62, -1e30), Int::min());
-  CHECK_EQ(scaled(int64_t{0}, INFINITY), 0);  // NaN
-  CHECK_EQ(scaled(int64_t{7}, -0.5), -3);
-  CHECK_EQ(scaled(uint64_t{1} << 63, 2.0), UInt::max());
-  CHECK_EQ(scaled(uint64_t{1} << 62, 2.0), uint64_t{1} << 63);
-  CHECK_EQ(scaled(uint64_t{5}, -1.0), 0u);
+  constexpr int64_t kQuarter = int64_t{1} << 62;
+  CheckScaled<DType::kInt64>(kQuarter, 2.0, Int::max());
+  CheckScaled<DType::kInt64>(kQuarter, -2.0, Int::min());
+  CheckScaled<DType::kInt64>(kQuarter, 1e30, Int::max());
+  CheckScaled<DType::kInt64>(kQuarter, -1e30, Int::min());
+  CheckScaled<DType::kInt64>(int64_t{0}, INFINITY, int64_t{0});  // NaN
+  CheckScaled<DType::kInt64>(int64_t{7}, -0.5, int64_t{-3});
+  CheckScaled<DType::kUInt64>(uint64_t{1} << 63, 2.0, std::numeric_limits<uint64_t>::max());
+  CheckScaled<DType::kUInt64>(uint64_t{1} << 62, 2.0, uint64_t{1} << 63);
+  CheckScaled<DType::kUInt64>(uint64_t{5}, -1.0, uint64_t{0});
 }
 
 TEST(RefusesWhatItCannotDo) {
