@@ -1,5 +1,6 @@
 // Rows and orders for hvd_core.train. Converts and checks; the work is in src/data, without the GIL.
-#include <nanobind/nanobind.h>
+#include "bindings/data.h"
+
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -123,7 +124,6 @@ NewIndices PermutationPy(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t beg
 
 }  // namespace
 
-// Called by module.cc.
 void BindData(nb::module_& module) {
   module.def(
       "gather_rows", GatherRowsPy, nb::arg("base").noconvert(), nb::arg("row_nbytes"),
