@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import pyarrow as pa
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch import Tensor, nn  # noqa: E402
+
 import hvd_core  # noqa: E402
 from hvd_core import basics, errors  # noqa: E402
 from hvd_core.train import EarlyStopping, FitResult, TrainSpec, fit_local  # noqa: E402
 from hvd_core.train.torch_model import load_weights  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -291,9 +293,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     )
     both = in_ranks(overflow, spec, [table(range(20)), table(range(20, 40))])
     for weights in both:
-        unchanged = [
-            all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(weights, weights[1:], strict=False)
-        ]
+        unchanged = [all(torch.equal(a[k], b[k]) for k in a) for a, b in pairwise(weights)]
         assert unchanged == [True, False, False, False]
     for a, b in zip(*both, strict=True):
         assert all(torch.equal(a[k], b[k]) for k in a)

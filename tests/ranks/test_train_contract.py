@@ -11,6 +11,8 @@ import pyarrow as pa
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch import Tensor, nn  # noqa: E402
+
 import hvd_core  # noqa: E402
 from hvd_core import basics  # noqa: E402
 from hvd_core.train import FitResult, TrainSpec, fit_local, plan_layout  # noqa: E402
@@ -18,7 +20,6 @@ from hvd_core.train.columns import columns_of  # noqa: E402
 from hvd_core.train.order import EpochPlan, rows_in_use, split_rows  # noqa: E402
 from hvd_core.train.shard import Shard, ShardWriter  # noqa: E402
 from hvd_core.train.torch_model import load_weights  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -271,7 +272,10 @@ def test_sample_weights_and_several_labels() -> None:
     cases = [
         (spec_of(sample_weight_col="w"), tables),
         (spec_of(sample_weight_col="w"), silent),
-        (spec_of(sample_weight_col="w", model=mlp(3), label_cols="k", loss=nn.CrossEntropyLoss(weights)), tables),
+        (
+            spec_of(sample_weight_col="w", model=mlp(3), label_cols="k", loss=nn.CrossEntropyLoss(weights)),
+            tables,
+        ),
         (spec_of(sample_weight_col="w", loss=l1_rows, loss_reduction="mean"), silent),
         (
             spec_of(

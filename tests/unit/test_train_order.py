@@ -8,11 +8,22 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
-from hvd_core.train.order import EpochPlan, rows_in_use, split_rows, validation_counts  # noqa: E402
+from hvd_core.train.order import EpochPlan, rows_in_use, split_rows, validation_counts
 
 pytestmark = pytest.mark.timeout(60)
 
-SHARDS = [(0, 1), (1,), (3, 0), (2, 1), (13, 12), (1000, 10), (1000, 10, 0, 1), (429, 429), (7, 7, 7), (5, 4, 4, 4, 4)]
+SHARDS = [
+    (0, 1),
+    (1,),
+    (3, 0),
+    (2, 1),
+    (13, 12),
+    (1000, 10),
+    (1000, 10, 0, 1),
+    (429, 429),
+    (7, 7, 7),
+    (5, 4, 4, 4, 4),
+]
 
 
 @pytest.mark.parametrize("rows", SHARDS)
@@ -126,7 +137,9 @@ def test_an_epoch_uses_each_row_once_and_can_start_anywhere(shuffle: bool) -> No
     whole = rows_in_use(split, (0, 90), seed=7, epoch=2, shuffle=shuffle)
     assert split.train is not None
     assert sorted(whole) == sorted(split.train)
-    parts = [rows_in_use(split, s, seed=7, epoch=2, shuffle=shuffle) for s in ((0, 1), (1, 40), (40, 40), (40, 90))]
+    parts = [
+        rows_in_use(split, s, seed=7, epoch=2, shuffle=shuffle) for s in ((0, 1), (1, 40), (40, 40), (40, 90))
+    ]
     assert np.array_equal(np.concatenate(parts), whole)
     other = rows_in_use(split, (0, 90), seed=7, epoch=3, shuffle=shuffle)
     assert np.array_equal(whole, other) is not shuffle

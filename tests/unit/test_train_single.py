@@ -10,13 +10,14 @@ import pyarrow as pa
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch import Tensor, nn  # noqa: E402
+
 from hvd_core import errors  # noqa: E402
 from hvd_core.train import EarlyStopping, Scheduler, TrainSpec, fit_local, plan_layout  # noqa: E402
 from hvd_core.train.columns import columns_of  # noqa: E402
 from hvd_core.train.order import rows_in_use, split_rows  # noqa: E402
 from hvd_core.train.shard import Shard, ShardWriter  # noqa: E402
 from hvd_core.train.torch_model import load_weights  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -137,7 +138,8 @@ def spec_with(spec: TrainSpec, **changes: Any) -> TrainSpec:
 def quick(**changes: Any) -> TrainSpec:
     """A valid spec over `regression()`."""
     base: dict[str, Any] = {
-        "model": mlp(), "optimizer": sgd, "loss": nn.MSELoss(), "feature_cols": list("abcd"), "label_cols": "y",
+        "model": mlp(), "optimizer": sgd, "loss": nn.MSELoss(), "feature_cols": list("abcd"),
+        "label_cols": "y",
         "batch_size": 16, "epochs": 2, "seed": 1,
     }  # fmt: skip
     return TrainSpec(**{**base, **changes})
@@ -234,7 +236,7 @@ def test_a_torch_scheduler_is_stepped_by_epoch_step_or_metric() -> None:
     )
     _, result = fitted(quick(lr_schedule=plateau, epochs=4), regression())
     assert result.history[-1]["lr"] < result.history[0]["lr"]
-    with pytest.raises(errors.InvalidArgument, match="nothing.*loss"):
+    with pytest.raises(errors.InvalidArgument, match=r"nothing.*loss"):
         fit_local(quick(lr_schedule=Scheduler(halve.factory, metric="nothing")), regression())
 
 

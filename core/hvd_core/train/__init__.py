@@ -1,7 +1,8 @@
 """From Arrow rows to a fitted model, once for every platform.
 
 The driver makes a `TrainSpec` and `plan_layout`s it against its columns. Each rank packs its rows with a
-`ShardWriter`; the process that trains attaches the `Shard` and calls `fit_shard`. `Predictor` serves transform.
+`ShardWriter`; the process that trains attaches the `Shard` and calls `fit_shard`. `Predictor` serves
+transform.
 """
 
 from .columns import Column, Layout, columns_of, plan_layout

@@ -17,7 +17,8 @@ from .shard import Shard
 
 @dataclass(frozen=True)
 class Request:
-    """One batch to gather: row numbers of the shard (int64, may be empty) and the rows all ranks use in this step."""
+    """One batch to gather: row numbers of the shard (int64, may be empty) and the rows all ranks use in
+    this step."""
 
     step: int
     index: np.ndarray
@@ -27,8 +28,8 @@ class Request:
 class Batches:
     """Iterator over the batches of `requests`, in order. A batch is valid until the next one is asked for.
 
-    Memory: `prefetch + 1` sets of buffers of `largest` rows. Use as a context manager: leaving it ends the thread,
-    also in the middle. What the thread raises (or `requests`) is raised by the next `next()`.
+    Memory: `prefetch + 1` sets of buffers of `largest` rows. Use as a context manager: leaving it ends the
+    thread, also in the middle. What the thread raises (or `requests`) is raised by the next `next()`.
     `wait_s`: seconds the consumer has waited for batches that were not ready.
     """
 

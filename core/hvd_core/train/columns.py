@@ -1,4 +1,5 @@
-"""From columns to model inputs: which columns are sent, how they are joined, in which dtype. Pure; runs on the driver.
+"""From columns to model inputs: which columns are sent, how they are joined, in which dtype. Pure; runs on
+the driver.
 
 Every way in which the columns cannot feed the model is found here, before anything is launched, as a
 `ColumnError` that names the column, its type and what to do.
@@ -101,9 +102,9 @@ def _shape(type: pa.DataType) -> tuple[int, ...] | None:
 class ModelFacts:
     """What the layout needs to know of the model and losses; a framework finds it (`framework.facts`).
 
-    inputs: names of forward's positional parameters; required: how many have no default; varargs: it takes *args.
-    float_dtype: numpy name of the dtype of the first floating parameter. class_index: for each label, whether its
-    loss takes class numbers.
+    inputs: names of forward's positional parameters; required: how many have no default; varargs: it takes
+    *args. float_dtype: numpy name of the dtype of the first floating parameter. class_index: for each
+    label, whether its loss takes class numbers.
     """
 
     inputs: tuple[str, ...]
@@ -116,7 +117,8 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Block:
-    """Columns that are packed side by side, row by row: one input, one label, the weights or the validation marks.
+    """Columns that are packed side by side, row by row: one input, one label, the weights or the validation
+    marks.
 
     joined: the columns are flattened and concatenated to (B, k); otherwise one column gives (B, *shape).
     dtype, shape: numpy name and shape of one row; None where only the rows can tell (arrays without a stated
@@ -133,8 +135,8 @@ class Block:
     class_index: bool = False
 
     def dtype_for(self, kinds: Sequence[str], is_array: bool) -> str:
-        """The stated rule: float when any column is; a label is int64 for class numbers, else floating. Arrays of
-        floats as the label of a class loss are probabilities and stay floating."""
+        """The stated rule: float when any column is; a label is int64 for class numbers, else floating.
+        Arrays of floats as the label of a class loss are probabilities and stay floating."""
         if self.role == "validation":
             return "uint8"
         if self.role == "weight":
@@ -150,7 +152,8 @@ class Layout:
     """How rows become batches. Picklable (cloudpickle, for transform_fn); sent to every rank with the spec.
 
     columns: what the platform must send, in this order, with these Arrow types (`schema`).
-    blocks: inputs in the order of forward's parameters, then labels, then weight and validation if there are any.
+    blocks: inputs in the order of forward's parameters, then labels, then weight and validation if there
+    are any.
     """
 
     columns: tuple[Column, ...]
@@ -186,7 +189,8 @@ class Layout:
 
 
 def plan_layout(columns: Sequence[Column], spec: TrainSpec, facts: ModelFacts | None = None) -> Layout:
-    """Binds columns to the model's inputs. `columns`: all the platform has; only those the spec names are used.
+    """Binds columns to the model's inputs. `columns`: all the platform has; only those the spec names are
+    used.
 
     facts: of the model; None asks the framework of `spec.model`. Raises ColumnError.
     """
@@ -232,7 +236,8 @@ def _refuse_unsupported(column: Column, spec: TrainSpec) -> None:
     type = column.type
     if column.kind == "binary":
         raise ColumnError(
-            f"column {column.name!r} is {type}: bytes need a transform_fn that turns them into arrays of numbers"
+            f"column {column.name!r} is {type}: bytes need a transform_fn that turns them into arrays of "
+            f"numbers"
         )
     if column.kind == "unsupported":
         todo = "leave it out, or turn it into numbers first"
@@ -259,7 +264,8 @@ def _bind(spec: TrainSpec, facts: ModelFacts) -> list[str | tuple[str, ...]]:
         return entries
     if facts.varargs:
         raise ColumnError(
-            f"forward of {facts.name} takes *args, so the number of its inputs is unknown: set input_columns, "
+            f"forward of {facts.name} takes *args, so the number of its inputs is unknown: set "
+            f"input_columns, "
             "e.g. [['a', 'b']] for one input of two columns or ['a', 'b'] for two inputs"
         )
     if len(facts.inputs) == 1 or facts.required == 1:
@@ -277,8 +283,10 @@ def _check_count(n: int, what: str, facts: ModelFacts) -> None:
         else f"{facts.required} to {len(facts.inputs)}"
     )
     raise ColumnError(
-        f"forward of {facts.name} takes {takes} inputs ({', '.join(facts.inputs)}), but {what}. Give one column for "
-        "each input, or say how they are joined: input_columns=['a', ['b', 'c']] feeds two inputs from three columns"
+        f"forward of {facts.name} takes {takes} inputs ({', '.join(facts.inputs)}), but {what}. Give one "
+        f"column for "
+        "each input, or say how they are joined: input_columns=['a', ['b', 'c']] feeds two inputs from "
+        "three columns"
     )
 
 
@@ -342,7 +350,8 @@ def _joined_shape(
         assert shape is not None
         if len(shape) > 1:
             raise ColumnError(
-                f"column {name!r} has rows of shape {shape} and cannot be joined with {[n for n in names if n != name]} "
+                f"column {name!r} has rows of shape {shape} and cannot be joined with "
+                f"{[n for n in names if n != name]} "
                 "into one input; give it an input of its own (input_columns)"
             )
         width += shape[0] if shape else 1

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Batch:
-    """The rows of this rank in one step. Arrays are views of reused buffers: valid until the next batch is asked
-    for; copy what is to be kept.
+    """The rows of this rank in one step. Arrays are views of reused buffers: valid until the next batch is
+    asked for; copy what is to be kept.
 
     inputs, labels: one array for each block, (rows, *shape); weight: (rows,) or None. rows may be 0.
     global_rows: rows of all ranks in this step.
@@ -48,7 +48,8 @@ class Totals:
         self.sums[name] = (n + numerator, d + denominator)
 
     def means(self, loss_weights: Mapping[str, float]) -> dict[str, float]:
-        """The mean of each name; with several losses also "loss", their weighted sum. NaN where nothing counted."""
+        """The mean of each name; with several losses also "loss", their weighted sum. NaN where nothing
+        counted."""
         means = {name: n / d if d else float("nan") for name, (n, d) in self.sums.items()}
         if "loss" not in loss_weights and means:
             means = {"loss": sum(w * means.get(n, float("nan")) for n, w in loss_weights.items()), **means}
@@ -58,9 +59,9 @@ class Totals:
 class Framework(Protocol):
     """Made anew for each fit, in the process of the rank. All ranks call each method at the same time.
 
-    names: keys of Totals, the same on all ranks, once `bind_outputs` was called. loss_weights: those of them that
-    are losses, with what each counts. totals: of the epoch under way. needs_pairs: a batch of a single row cannot
-    be trained on.
+    names: keys of Totals, the same on all ranks, once `bind_outputs` was called. loss_weights: those of
+    them that are losses, with what each counts. totals: of the epoch under way. needs_pairs: a batch of a
+    single row cannot be trained on.
     """
 
     model: Any
@@ -78,7 +79,8 @@ class Framework(Protocol):
     def learning_rate(self) -> float: ...
 
     def facts(self, spec: TrainSpec) -> ModelFacts:
-        """What `plan_layout` needs; refuses losses that cannot be reduced. Runs on the driver, without ranks."""
+        """What `plan_layout` needs; refuses losses that cannot be reduced. Runs on the driver, without
+        ranks."""
 
     def prepare(self, spec: TrainSpec, ranks: Ranks, shard: Shard) -> None:
         """Builds model and optimizer, makes the ranks equal, registers what reduces gradients."""
@@ -90,7 +92,8 @@ class Framework(Protocol):
         """One optimizer step for each batch, also for batches without rows on this rank."""
 
     def evaluate(self, batches: Iterator[Batch]) -> Totals:
-        """Loss and metrics without training. No collective inside: ranks may have different numbers of batches."""
+        """Loss and metrics without training. No collective inside: ranks may have different numbers of
+        batches."""
 
     def end_epoch(self, logs: dict[str, float]) -> None:
         """After validation; `logs` are equal on all ranks."""

@@ -27,7 +27,8 @@ _PROGRESS_INTERVAL_S = 0.5
 
 @dataclass
 class Run:
-    """What callbacks get. `step` counts optimizer steps of the whole run; `logs` is the epoch's history entry."""
+    """What callbacks get. `step` counts optimizer steps of the whole run; `logs` is the epoch's history
+    entry."""
 
     spec: TrainSpec
     model: Any
@@ -53,10 +54,11 @@ def fit_shard(
 ) -> FitResult:
     """Trains in this process; every rank of `group` calls it at the same time with the same spec.
 
-    `group` is hvd's default Group (`hvd_core.basics.default_group()`), or None for this process alone. on_progress
-    is called on rank 0, about twice a second and at the end of each epoch, with {"epoch", "epochs", "step", "steps",
-    "rows_per_s", "loss"} (epoch and step are 0-based; loss is this rank's mean in this epoch), at the end of an
-    epoch also "history", its entry. Raises DataError, LossError, RanksDiverged, RowsLost.
+    `group` is hvd's default Group (`hvd_core.basics.default_group()`), or None for this process alone.
+    on_progress is called on rank 0, about twice a second and at the end of each epoch, with {"epoch",
+    "epochs", "step", "steps", "rows_per_s", "loss"} (epoch and step are 0-based; loss is this rank's mean
+    in this epoch), at the end of an epoch also "history", its entry. Raises DataError, LossError,
+    RanksDiverged, RowsLost.
     """
     return _Loop(spec, shard, Ranks(group), on_progress).fit()
 
@@ -122,7 +124,8 @@ class _Loop:
                 if a != b:
                     names = ", ".join(map(repr, b["columns"]))
                     raise DataError(
-                        f"column {names}: rows of shape {tuple(a['shape'])} ({a['dtype']}) on rank {first} and of "
+                        f"column {names}: rows of shape {tuple(a['shape'])} ({a['dtype']}) on rank {first} "
+                        f"and of "
                         f"{tuple(b['shape'])} ({b['dtype']}) on rank {r}; all rows must have one shape"
                     )
         return [int(s["rows"]) for s in shards]
@@ -312,7 +315,8 @@ class _Loop:
                 ]
                 name = list(own)[differ[0]] if differ else "(other parameters)"
                 raise RanksDiverged(
-                    f"parameter {name} of rank {rank} differs from rank 0's (and {len(differ) - 1} more parameters): "
+                    f"parameter {name} of rank {rank} differs from rank 0's (and {len(differ) - 1} more "
+                    f"parameters): "
                     "something changes the model on one rank only"
                 )
 
@@ -358,7 +362,8 @@ class _Loop:
         best = self._best[0] if self._best is not None else len(history) - 1
         batch = plan.capacity * (ranks.size if plan.per_rank else 1)
         lines = [
-            f"{ranks.size} rank{'s' * (ranks.size > 1)}, {plan.total} training rows and {self._validation_rows} for "
+            f"{ranks.size} rank{'s' * (ranks.size > 1)}, {plan.total} training rows and "
+            f"{self._validation_rows} for "
             f"validation, up to {batch} rows in a step, {plan.steps} steps an epoch",
             f"learning rate {history[0]['lr']:g}"
             + (f" ({spec.lr_scaling} scaling with the number of ranks)" if spec.lr_scaling else ""),

@@ -1,4 +1,5 @@
-"""Which rank uses which rows in which step. Pure functions of row counts and the seed; every rank computes the same."""
+"""Which rank uses which rows in which step. Pure functions of row counts and the seed; every rank computes
+the same."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ _VALIDATION_STREAM = 0x76616C6964
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How the rows of all ranks are dealt over the steps of an epoch: each once, uneven shards at an even pace.
+    """How the rows of all ranks are dealt over the steps of an epoch: each once, uneven shards at an even
+    pace.
 
-    rows: training rows of each rank. per_rank: `capacity` is the most a rank uses in a step; every rank spreads its
-    rows over the epoch in proportion, so the last step is shared too. Otherwise `capacity` is what all ranks use
-    together in each step but the last, again in proportion to what they have. With one rank both are plain batches.
-    pairs: no rank uses a single row in a step unless that is all it has (batch normalisation needs two); a step may
-    then hold one row more or less.
+    rows: training rows of each rank. per_rank: `capacity` is the most a rank uses in a step; every rank
+    spreads its rows over the epoch in proportion, so the last step is shared too. Otherwise `capacity` is
+    what all ranks use together in each step but the last, again in proportion to what they have. With one
+    rank both are plain batches. pairs: no rank uses a single row in a step unless that is all it has (batch
+    normalisation needs two); a step may then hold one row more or less.
     """
 
     rows: tuple[int, ...]
@@ -125,8 +127,8 @@ def split_rows(
     validation_rows: int = 0,
     marks: np.ndarray | None = None,
 ) -> RowSplit:
-    """order: the sorted order of the shard, None: as it is. validation_rows: that many are drawn with the seed;
-    marks: (rows,) uint8, nonzero rows validate instead."""
+    """order: the sorted order of the shard, None: as it is. validation_rows: that many are drawn with the
+    seed; marks: (rows,) uint8, nonzero rows validate instead."""
     if marks is None and not validation_rows:
         return RowSplit(order, np.empty(0, np.int64), rows)
     base = np.arange(rows, dtype=np.int64) if order is None else order

@@ -42,10 +42,13 @@ class Packer:
         return [self._block(i, b, arrays) for i, b in enumerate(self.blocks)]
 
     def check(self) -> None:
-        """Raises DataError if there was a null that nothing replaces."""
-        for name, count in self._nulls.items():
+        """Raises DataError if the rows since the last check had a null that nothing replaces."""
+        nulls, rows = self._nulls, self._rows
+        self._nulls, self._rows = {}, 0
+        for name, count in nulls.items():
             raise DataError(
-                f"column {name!r} has {count} null{'s' * (count != 1)} in {self._rows} rows; drop or fill them, or set "
+                f"column {name!r} has {count} null{'s' * (count != 1)} in {rows} rows; drop or fill them, "
+                f"or set "
                 "null_value"
             )
 
@@ -85,7 +88,8 @@ def _joined(block: Block, parts: list[np.ndarray], dtype: str) -> np.ndarray:
     for name, part in zip(block.columns, parts, strict=True):
         if part.ndim > 2:
             raise DataError(
-                f"column {name!r} has rows of shape {part.shape[1:]} and cannot be joined with others into one input"
+                f"column {name!r} has rows of shape {part.shape[1:]} and cannot be joined with others into "
+                f"one input"
             )
     widths = [1 if p.ndim == 1 else p.shape[1] for p in parts]
     out = np.empty((len(parts[0]), sum(widths)), dtype)
@@ -109,7 +113,8 @@ def _check_values(block: Block, name: str, values: np.ndarray, dtype: str) -> No
         wrong = ~(np.floor(values) == values)
         if wrong.any():
             raise DataError(
-                f"column {name!r} must hold whole numbers ({block.role} of dtype {dtype}) but has {values[wrong][0]}"
+                f"column {name!r} must hold whole numbers ({block.role} of dtype {dtype}) but has "
+                f"{values[wrong][0]}"
             )
     if dtype == "int64" and values.dtype == np.uint64 and (values > np.iinfo(np.int64).max).any():
         raise DataError(f"column {name!r} holds {values.max()}, which does not fit int64")
@@ -152,7 +157,8 @@ def _stacked(name: str, value: Any) -> np.ndarray:
     for row in rows:
         if row.shape != rows[0].shape:
             raise DataError(
-                f"transform_fn returned rows of shape {rows[0].shape} and {row.shape} for column {name!r}; all rows "
+                f"transform_fn returned rows of shape {rows[0].shape} and {row.shape} for column {name!r}; "
+                f"all rows "
                 "must have one shape"
             )
     return np.stack(rows) if rows else np.empty((0,))
@@ -246,7 +252,8 @@ def _one_length(name: str, lengths: np.ndarray, outer: tuple[int, ...]) -> int:
     other = np.flatnonzero(lengths != lengths[0])
     if len(other):
         raise DataError(
-            f"column {name!r} has rows of shape {(*outer, int(lengths[0]))} and of {(*outer, int(lengths[other[0]]))}; "
+            f"column {name!r} has rows of shape {(*outer, int(lengths[0]))} and of "
+            f"{(*outer, int(lengths[other[0]]))}; "
             "all rows must have one shape"
         )
     return int(lengths[0])

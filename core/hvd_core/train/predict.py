@@ -14,9 +14,9 @@ from .pack import Packer
 class Predictor:
     """Applies a fitted torch model to record batches. Not thread-safe.
 
-    model: with its weights loaded (`torch_model.load_weights`). layout: the one it was trained with; batches need
-    `layout.input_columns`, by name. `batch_size`: rows of one forward. What the outputs are (dtype, shape of a row)
-    is in `FitResult.output_spec`.
+    model: with its weights loaded (`torch_model.load_weights`). layout: the one it was trained with;
+    batches need `layout.input_columns`, by name. `batch_size`: rows of one forward. What the outputs are
+    (dtype, shape of a row) is in `FitResult.output_spec`.
     """
 
     def __init__(self, model: Any, layout: Layout, *, batch_size: int = 4096):

@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output of the model: numpy dtype name ("float32", ...) and the shape of one row (() for a scalar)."""
+    """One output of the model: numpy dtype name ("float32", ...) and the shape of one row (() for a
+    scalar)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -20,13 +21,12 @@ class OutputSpec:
 class FitResult:
     """The fitted weights and how they came about. Equal on all ranks, apart from `weights` (rank 0 only).
 
-    weights: the state dict, as written by `torch.save` from plain tensors; `torch.load(..., weights_only=True)`
-    reads it without running code. b"" on ranks other than 0.
-    history: a dict for each epoch: epoch, loss, metrics, val_*, rows, steps, lr, seconds, and the split
-    data / compute / communication in seconds (mean over ranks).
-    best_epoch: 0-based; by the early-stopping metric, else val_loss, else loss.
-    rows_seen: rows used in each epoch, training and validation together, over all ranks; rows_sent: rows in the
-    shards. They are equal unless max_steps cut an epoch short.
+    weights: the state dict, as written by `torch.save` from plain tensors; `torch.load(...,
+    weights_only=True)` reads it without running code. b"" on ranks other than 0. history: a dict for each
+    epoch: epoch, loss, metrics, val_*, rows, steps, lr, seconds, and the split data / compute /
+    communication in seconds (mean over ranks). best_epoch: 0-based; by the early-stopping metric, else
+    val_loss, else loss. rows_seen: rows used in each epoch, training and validation together, over all
+    ranks; rows_sent: rows in the shards. They are equal unless max_steps cut an epoch short.
     """
 
     weights: bytes

@@ -1,7 +1,7 @@
 """The rows of one rank, packed once into memory-mapped blocks from which batches are gathered.
 
-One anonymous file for each block (a model input, a label, the weights, the validation marks), row-major. It has no
-name, so nothing is left when the processes that hold it end, however they end.
+One anonymous file for each block (a model input, a label, the weights, the validation marks), row-major. It
+has no name, so nothing is left when the processes that hold it end, however they end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ShardBlock:
 
 @dataclass
 class PackedShard:
-    """A finished shard: one descriptor for each block, to be inherited by the rank; `close` drops this owner's."""
+    """A finished shard: one descriptor for each block, to be inherited by the rank; `close` drops this
+    owner's."""
 
     fds: list[int]
     description: bytes
@@ -81,8 +82,8 @@ class ShardWriter:
     """Packs record batches of `layout.schema` as they arrive. Not thread-safe.
 
     Up to `memory_bytes` (None: `default_memory_bytes()`) the blocks stay in memory, above that they move to
-    unlinked files in `directory` (None: the system's). `write` and `finish` raise DataError naming the column; the
-    writer is then to be closed.
+    unlinked files in `directory` (None: the system's). `write` and `finish` raise DataError naming the
+    column; the writer is then to be closed.
     """
 
     def __init__(self, layout: Layout, *, memory_bytes: int | None = None, directory: str | None = None):
@@ -192,7 +193,8 @@ class Shard:
         return self._maps[i].view(b.dtype).reshape(self.rows, *b.shape)
 
     def gather(self, index: np.ndarray, out: Sequence[np.ndarray], which: Sequence[int]) -> None:
-        """Rows `index` (int64) of the blocks `which` into the C-contiguous arrays `out`, of len(index) rows each."""
+        """Rows `index` (int64) of the blocks `which` into the C-contiguous arrays `out`, of len(index) rows
+        each."""
         for i, target in zip(which, out, strict=True):
             if len(index):
                 gather_rows(
@@ -200,7 +202,8 @@ class Shard:
                 )
 
     def sorted_order(self) -> np.ndarray:
-        """Row numbers in the order of a 128-bit hash of each row: the same however the rows arrived. int64."""
+        """Row numbers in the order of a 128-bit hash of each row: the same however the rows arrived.
+        int64."""
         return sort_by_hash(self._row_hashes())
 
     @property

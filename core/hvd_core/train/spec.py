@@ -17,8 +17,8 @@ InputColumns = Sequence["str | Sequence[str]"]
 class EarlyStopping:
     """Stop when `metric` has not become better by more than `min_delta` for `patience` epochs.
 
-    `metric` is a key of the history ("val_loss", "loss", "val_mae", ...): a value reduced over all ranks, so all
-    ranks stop at the same epoch. With `restore_best` the result holds the weights of the best epoch.
+    `metric` is a key of the history ("val_loss", "loss", "val_mae", ...): a value reduced over all ranks,
+    so all ranks stop at the same epoch. With `restore_best` the result holds the weights of the best epoch.
     """
 
     metric: str = "val_loss"
@@ -65,11 +65,13 @@ class Scheduler:
 class TrainSpec:
     """Everything `fit` needs besides the rows. Frozen, printable, picklable with cloudpickle.
 
-    Model, optimizer and loss travel in ONE pickle, so an optimizer instance stays bound to its model. Lists given
-    as a single string or callable are accepted and kept as tuples. A bad value raises `InvalidArgument` here.
+    Model, optimizer and loss travel in ONE pickle, so an optimizer instance stays bound to its model. Lists
+    given as a single string or callable are accepted and kept as tuples. A bad value raises
+    `InvalidArgument` here.
     """
 
-    # What is trained. Exactly one of model and model_fn; model_fn() runs on each rank (and once on the driver).
+    # What is trained. Exactly one of model and model_fn; model_fn() runs on each rank (and once on the
+    # driver).
     model: Any = None
     model_fn: Callable[[], Any] | None = None
     #: An instance bound to `model`, or a factory: `lambda params: Adam(params, 1e-3)`.
@@ -96,7 +98,8 @@ class TrainSpec:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     #: Replaces nulls: one value for all columns or {column: value}; None: nulls are refused.
     null_value: float | Mapping[str, float] | None = None
-    #: `fn({column: array of B rows}) -> {column: array of B rows}`; runs once on each batch of rows as it arrives.
+    #: `fn({column: array of B rows}) -> {column: array of B rows}`; runs once on each batch of rows as it
+    #: arrives.
     transform_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     #: Further columns that transform_fn reads.
     transform_cols: Sequence[str] = ()
@@ -259,7 +262,8 @@ def _check_what(spec: TrainSpec) -> None:
     is_instance = hasattr(spec.optimizer, "param_groups") and not isinstance(spec.optimizer, type)
     if is_instance and spec.model is None:
         raise InvalidArgument(
-            "with model_fn the optimizer must be a function of the parameters (lambda params: Adam(params, 1e-3)); "
+            "with model_fn the optimizer must be a function of the parameters (lambda params: "
+            "Adam(params, 1e-3)); "
             "an optimizer instance is bound to another model"
         )
     if is_instance:
@@ -280,6 +284,8 @@ def _check_what(spec: TrainSpec) -> None:
         isinstance(spec.lr_schedule, Scheduler) or callable(spec.lr_schedule)
     ):
         raise InvalidArgument("lr_schedule must be a function of the epoch or a Scheduler")
+    if spec.warmup_epochs and isinstance(spec.lr_schedule, Scheduler):
+        raise InvalidArgument("warmup_epochs does not go with a Scheduler, which sets the rate itself")
 
 
 def _check_bound(spec: TrainSpec) -> None:
@@ -289,7 +295,8 @@ def _check_bound(spec: TrainSpec) -> None:
     foreign = sum(id(p) not in own for g in spec.optimizer.param_groups for p in g["params"])
     if foreign:
         raise InvalidArgument(
-            f"the optimizer is not bound to the model: {foreign} of its parameters are not the model's; build it "
+            f"the optimizer is not bound to the model: {foreign} of its parameters are not the model's; "
+            f"build it "
             "from model.parameters(), or give a function of the parameters"
         )
 
@@ -333,8 +340,8 @@ def _check_numbers(spec: TrainSpec) -> None:
     if spec.batch_size is not None and spec.global_batch_size is not None:
         raise InvalidArgument("give one of batch_size (rows of one rank) and global_batch_size, not both")
     for name in (
-        "batch_size", "global_batch_size", "max_steps", "accumulate_steps", "inference_batch_size", "prefetch",
-        "checksum_steps",
+        "batch_size", "global_batch_size", "max_steps", "accumulate_steps", "inference_batch_size",
+        "prefetch", "checksum_steps",
     ):  # fmt: skip
         value = getattr(spec, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

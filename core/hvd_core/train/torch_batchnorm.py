@@ -22,8 +22,8 @@ def convert(module: nn.Module, ranks: Ranks, name: str = "batchnorm") -> nn.Modu
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Statistics of all ranks' rows, each row counting once. In training every rank runs it at the same time, also
-    with no rows of its own."""
+    """Statistics of all ranks' rows, each row counting once. In training every rank runs it at the same
+    time, also with no rows of its own."""
 
     def __init__(self, plain: _BatchNorm, ranks: Ranks, name: str):
         super().__init__(

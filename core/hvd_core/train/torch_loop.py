@@ -1,4 +1,5 @@
-"""The torch implementation of `Framework`: one optimizer step for each batch, equal to one on the joined batch."""
+"""The torch implementation of `Framework`: one optimizer step for each batch, equal to one on the joined
+batch."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class TorchFramework:
     # -- prepare --
 
     def prepare(self, spec: TrainSpec, ranks: Ranks, shard: Shard) -> None:
-        """Seeds torch with `spec.seed` before a model_fn runs; afterwards ranks other than 0 go on with a stream of
-        their own, so rank 0 (and N = 1) is plain torch after `torch.manual_seed(seed)`."""
+        """Seeds torch with `spec.seed` before a model_fn runs; afterwards ranks other than 0 go on with a
+        stream of their own, so rank 0 (and N = 1) is plain torch after `torch.manual_seed(seed)`."""
         self.spec, self._ranks, self._shard = spec, ranks, shard
         per_rank = spec.batch_size or -(-(spec.global_batch_size or 1) // ranks.size)
         self._micro_rows = max(1, per_rank)
@@ -191,7 +192,7 @@ class TorchFramework:
             if loss is None:
                 continue
             self._check_finite(loss, batch)
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         self._apply(totals)
 
     def _micro_batches(self, rows: int) -> list[tuple[int, int]]:
@@ -461,7 +462,8 @@ class TorchFramework:
     # -- state --
 
     def _sync_buffers(self) -> None:
-        """Floating buffers become their mean over ranks, weighted by the rows each has seen; others are rank 0's."""
+        """Floating buffers become their mean over ranks, weighted by the rows each has seen; others are
+        rank 0's."""
         buffers = [(n, b) for n, b in self.model.named_buffers() if isinstance(b, Tensor)]
         rows, self._rows_since_sync = self._rows_since_sync, 0
         if self._ranks.size == 1 or not buffers:

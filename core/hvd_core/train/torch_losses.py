@@ -1,8 +1,9 @@
 """Losses as numerator and denominator, so that N ranks give what one rank gives on the joined batch.
 
-A loss of `torch.nn` is run with reduction="none" and divided by what it would divide by itself, counted over all
-ranks: its rows (times the elements of a row), or for class numbers the summed class weights of the valid targets.
-The denominator is `elements * base`: `base` depends on labels and weights only, so it is known before the forward.
+A loss of `torch.nn` is run with reduction="none" and divided by what it would divide by itself, counted
+over all ranks: its rows (times the elements of a row), or for class numbers the summed class weights of the
+valid targets. The denominator is `elements * base`: `base` depends on labels and weights only, so it is
+known before the forward.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _CLASS_NUMBERS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, nn.MultiL
 #: Mean over Σ class weights of the targets that are not ignore_index.
 _COUNTED = (nn.CrossEntropyLoss, nn.NLLLoss)
 _FUNCTIONS: dict[Any, type[_Loss]] = {
-    F.l1_loss: nn.L1Loss, F.mse_loss: nn.MSELoss, F.smooth_l1_loss: nn.SmoothL1Loss, F.huber_loss: nn.HuberLoss,
+    F.l1_loss: nn.L1Loss, F.mse_loss: nn.MSELoss, F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
     F.binary_cross_entropy: nn.BCELoss, F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
     F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss, F.kl_div: nn.KLDivLoss,
 }  # fmt: skip
@@ -39,8 +41,9 @@ _FUNCTIONS: dict[Any, type[_Loss]] = {
 class Term:
     """One loss of one label.
 
-    how: "rows" (mean over rows or elements), "counted" (mean over class weights), "sum", or of a function of the
-    user's: "mean", "total", "custom". class_numbers: the label is int64 and has one dimension less than the output.
+    how: "rows" (mean over rows or elements), "counted" (mean over class weights), "sum", or of a function
+    of the user's: "mean", "total", "custom". class_numbers: the label is int64 and has one dimension less
+    than the output.
     """
 
     def __init__(self, loss: Callable[..., Any], reduction: str | None, label: str):
@@ -74,23 +77,26 @@ class Term:
         """Raises when this loss cannot be weighted by rows."""
         if self.how == "custom":
             raise InvalidArgument(
-                f"loss {self.name}: loss_reduction='custom' gives no loss per row for sample_weight_col; return one "
+                f"loss {self.name}: loss_reduction='custom' gives no loss per row for sample_weight_col; "
+                f"return one "
                 "value for each row and say loss_reduction='mean'"
             )
 
     def base(self, label: Tensor, weight: Tensor | None) -> Tensor | None:
-        """This rank's share of the denominator before the elements of a row, float64; None: its number of rows."""
+        """This rank's share of the denominator before the elements of a row, float64; None: its number of
+        rows."""
         if self.how == "counted" and not label.is_floating_point():
             counts = _target_weights(self._unreduced, label)
             if weight is not None:
-                counts = counts * weight.double()
+                counts = counts * _by_row(weight.double(), counts)
             return counts.sum()
         if self.how == "custom":
             return None
         return None if weight is None else weight.double().sum()
 
     def match(self, output: Tensor, label: Tensor) -> Tensor:
-        """The label in the shape and dtype the loss takes. LossError names both shapes when they do not fit."""
+        """The label in the shape and dtype the loss takes. LossError names both shapes when they do not
+        fit."""
         if label.is_floating_point() or not self._takes_numbers():
             label = label.to(output.dtype)
         if self.how == "custom" or output.shape == label.shape:
@@ -104,8 +110,10 @@ class Term:
                                      and _squeezed(label) == _squeezed_shape(wanted)):  # fmt: skip
             return label.reshape(wanted)
         raise LossError(
-            f"output of shape {tuple(output.shape)} against label {self.label!r} of shape {tuple(label.shape)}: "
-            f"{self.name} compares them element by element; make the shapes agree (or use loss_reduction='custom' and "
+            f"output of shape {tuple(output.shape)} against label {self.label!r} of shape "
+            f"{tuple(label.shape)}: "
+            f"{self.name} compares them element by element; make the shapes agree (or use "
+            f"loss_reduction='custom' and "
             "return numerator and denominator)"
         )
 
@@ -113,8 +121,8 @@ class Term:
         return self.class_numbers or self._unreduced is None
 
     def terms(self, output: Tensor, label: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """(numerator, elements): a scalar to differentiate, and what its base is multiplied by. For "custom" the
-        second is this rank's whole denominator. `label` has been matched. Raises LossError."""
+        """(numerator, elements): a scalar to differentiate, and what its base is multiplied by. For
+        "custom" the second is this rank's whole denominator. `label` has been matched. Raises LossError."""
         if self._unreduced is not None:
             losses = self._unreduced(output, label)
             elements = 1.0
@@ -134,7 +142,8 @@ class Term:
             )
         if weight is not None:
             raise LossError(
-                f"loss {self.name} returned a scalar, but sample_weight_col needs one value for each of the {rows} "
+                f"loss {self.name} returned a scalar, but sample_weight_col needs one value for each of "
+                f"the {rows} "
                 "rows: return the unreduced loss"
             )
         value = value.reshape(())
@@ -159,7 +168,8 @@ class Term:
     def _pair(self, value: Any) -> tuple[Tensor, Tensor]:
         if not isinstance(value, (tuple, list)) or len(value) != 2:
             raise LossError(
-                f"loss {self.name}: with loss_reduction='custom' it must return (numerator, denominator), not "
+                f"loss {self.name}: with loss_reduction='custom' it must return (numerator, denominator), "
+                f"not "
                 f"{type(value).__name__}"
             )
         numerator = self._tensor(value[0])
@@ -186,7 +196,8 @@ def _known(loss: Any) -> _Loss | None:
             return loss if type(loss).forward is kind.forward else None
     if isinstance(loss, _Loss) and type(loss).__module__.startswith("torch.nn"):
         raise InvalidArgument(
-            f"loss {type(loss).__name__} takes more than (output, label); wrap it in a function and say how its value "
+            f"loss {type(loss).__name__} takes more than (output, label); wrap it in a function and say "
+            f"how its value "
             "is reduced: loss_reduction='mean', 'sum' or 'custom'"
         )
     return None
@@ -207,7 +218,8 @@ def _reduction_of(loss: _Loss) -> str:
 def _declared(loss: Any, reduction: str | None, name: str) -> str:
     if reduction is None:
         raise InvalidArgument(
-            f"loss {name} is not one of torch.nn's losses, so say what it returns: loss_reduction='mean' (over its "
+            f"loss {name} is not one of torch.nn's losses, so say what it returns: loss_reduction='mean' "
+            f"(over its "
             "rows), 'sum', or 'custom' (a pair: numerator, denominator)"
         )
     return "total" if reduction == "sum" else reduction
@@ -225,8 +237,12 @@ def _weighted(losses: Tensor, weight: Tensor | None) -> Tensor:
     if weight is None:
         return losses.sum()
     # where, not a product: a loss of inf in a row of weight 0 must not become NaN.
-    weight = weight.reshape(-1, *[1] * (losses.ndim - 1)).to(losses.dtype)
+    weight = _by_row(weight.to(losses.dtype), losses)
     return torch.where(weight > 0, losses * weight, torch.zeros_like(losses)).sum()
+
+
+def _by_row(weight: Tensor, like: Tensor) -> Tensor:
+    return weight.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def _squeezed(tensor: Tensor) -> Sequence[int]:

@@ -94,7 +94,8 @@ def outputs_of(value: Any) -> list[Tensor]:
 
 
 def run_model(model: nn.Module, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Outputs in inference mode, in the output's dtype (bfloat16 as float32). The model's mode is put back."""
+    """Outputs in inference mode, in the output's dtype (bfloat16 as float32). The model's mode is put
+    back."""
     was_training = model.training
     model.eval()
     try:
