@@ -48,7 +48,7 @@ install_system_packages() {
     if [ -z "${NO_APT:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         say "Missing on this system: $*"
         say "Installing with: $command"
-        apt-get update --quiet --quiet
+        apt-get update --quiet --quiet || say "apt-get update failed; trying with the lists that are here"
         # shellcheck disable=SC2086
         DEBIAN_FRONTEND=noninteractive $command
         return
@@ -90,6 +90,7 @@ if ! .venv/bin/python -c 'import pip' >/dev/null 2>&1; then
     say "Creating .venv with $("$python" --version)"
     "$python" -m venv --clear .venv
 fi
+pip_install --upgrade pip  # Debian 12's own knows no --config-settings
 say "Installing Python packages into .venv (torch and pyspark are large; minutes the first time)"
-"$python" scripts/requirements.py torch spark dev > .venv/requirements.txt
+.venv/bin/python scripts/requirements.py torch spark dev > .venv/requirements.txt
 pip_install --requirement .venv/requirements.txt
