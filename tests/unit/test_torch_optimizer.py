@@ -153,6 +153,37 @@ def test_closure_returns_the_average_loss() -> None:
     run_ranks(2, body)
 
 
+def test_closures_of_a_rank_without_rows() -> None:
+    """L-BFGS evaluates its closure several times; rank 1 contributes zeros to each."""
+    oracle = make_model()
+    plain = OPTIMIZERS["lbfgs"](oracle.parameters())
+
+    def evaluate_oracle() -> Any:
+        plain.zero_grad()
+        loss = loss_of(oracle, batch(0)) / 2
+        loss.backward()
+        return loss
+
+    plain.step(evaluate_oracle)
+
+    def body(rank: int) -> None:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["lbfgs"](model.parameters()))
+
+        def evaluate() -> Any:
+            optimizer.zero_grad()
+            if rank == 1:
+                return 0.0
+            loss = loss_of(model, batch(0))
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+        assert close(model, state(oracle))
+
+    run_ranks(2, body)
+
+
 class Branches(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -303,12 +334,15 @@ def test_one_backward_too_many_is_refused_for_sums() -> None:
         model = make_model()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Sum)
         loss_of(model, mine(rank, 2, 0)).backward()
-        with pytest.raises(InvalidArgument, match="op=Sum the first ones would be counted"):
+        with pytest.raises(InvalidArgument, match="op=Sum the first ones would be counted") as kept:
             loss_of(model, mine(rank, 2, 1)).backward()
         optimizer.zero_grad()
         for set_to_none in (True, False, True):  # a skipped step is not a second pass
+            before = len(calls())
             loss_of(model, mine(rank, 2, 1)).backward()
+            assert len(calls()) - before == 2
             optimizer.zero_grad(set_to_none=set_to_none)
+        assert kept.value.__traceback__ is not None  # which kept the failed pass alive
 
     run_ranks(2, body)
 
@@ -419,6 +453,22 @@ def test_parameters_frozen_unfrozen_and_added_later() -> None:
         model = make_model()
         train(model, hvd.DistributedOptimizer, lambda step: mine(rank, 2, step))
         assert close(model, expected)
+
+    run_ranks(2, body)
+
+
+def test_a_replaced_parameter_takes_no_part() -> None:
+    def body(rank: int) -> None:
+        old, new = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([old], lr=1.0))
+        optimizer.param_groups[0]["params"][0] = new
+        optimizer.step()
+        before = len(calls())
+        (old * rank).sum().backward()
+        assert len(calls()) == before
+        (new * rank).sum().backward()
+        assert new.grad.tolist() == [0.5, 0.5]
+        assert len(calls()) == before + 2
 
     run_ranks(2, body)
 
@@ -581,6 +631,7 @@ def test_a_dropped_optimizer_takes_its_hooks_along() -> None:
         gone = weakref.ref(optimizer)
         del optimizer
         assert gone() is None
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
         loss_of(model, mine(rank, 2, 0)).backward()
         assert calls() == []
 
