@@ -19,8 +19,16 @@ from .launcher import JobSpec, Outcome, launch
 from .model import HorovodModel
 from .params import JOB, KNOBS, Knobs, provide
 
-#: Imported once by each worker's template, so that a rank starts warm.
-_PRELOAD = ("torch", "hvd_core.torch", "hvd_core.train.torch_loop", "hvd_core.train.loop", "hvd_spark.rank")
+#: Imported once by each worker's template, so that a rank starts warm. The first optimizer imports
+#: torch._dynamo, which takes as long as torch itself.
+_PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "hvd_core.torch",
+    "hvd_core.train.torch_loop",
+    "hvd_core.train.loop",
+    "hvd_spark.rank",
+)
 
 
 @provide(KNOBS)

@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import cloudpickle
+import numpy as np
 from pyspark.ml import Model
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
@@ -16,6 +17,7 @@ from hvd_core.errors import ColumnError, InvalidArgument
 from hvd_core.launch import dumps
 from hvd_core.train import Column, FitResult, Layout, OutputSpec, TrainSpec, plan_layout
 from hvd_core.train.predict import Predictor
+from hvd_core.train.torch_model import run_model
 
 from . import preflight, session
 from .columns import arrow_type, columns_of, spark_type
@@ -32,8 +34,8 @@ class HorovodModel(Model, Knobs):
 
         HorovodModel(model=net, feature_cols=["a", "b"]).transform(df)
 
-    `transform` runs no job. Raises ColumnError for columns that are missing or do not feed the model; its jobs
-    fail on nulls in the features unless `null_value` is set.
+    `transform` runs no job. Raises ColumnError for columns that are missing or do not feed the model; its
+    jobs fail on nulls in the features unless `null_value` is set.
     """
 
     def __init__(self, **values: Any):
@@ -84,7 +86,7 @@ class HorovodModel(Model, Knobs):
             (field.name, arrow_type(field.dataType), _flat(output))
             for field, (_, output) in zip(fields, self._outputs(layout), strict=True)
         )
-        serving = Serving(payload, key, inputs, outputs)
+        serving = Serving(payload, key, inputs, outputs, session.import_path(dataset.sparkSession))
 
         def serve(batches: Any) -> Any:
             yield from serving.run(batches)
@@ -116,9 +118,17 @@ class HorovodModel(Model, Knobs):
     def _outputs(self, layout: Layout) -> list[tuple[str, OutputSpec]]:
         """Name and form of each output."""
         name = self.getPredictionCol()  # type: ignore[attr-defined]
-        specs = self.result.output_spec if self.result is not None else ()
-        specs = specs or Predictor(self.getModel(), layout).output_spec()
+        specs = self.result.output_spec if self.result is not None else self._tried(layout)
         return [(name if i == 0 else f"{name}_{i}", spec) for i, spec in enumerate(specs)]
+
+    def _tried(self, layout: Layout) -> tuple[OutputSpec, ...]:
+        """What the model makes of one row of zeros."""
+        for block in layout.inputs:
+            if block.shape is None or block.dtype is None:
+                names = ", ".join(map(repr, block.columns))
+                raise ColumnError(f"the shape of a row of {names} is not known: set shapes={{column: shape}}")
+        zeros = [np.zeros((1, *(b.shape or ())), b.dtype) for b in layout.inputs]
+        return tuple(OutputSpec(str(o.dtype), o.shape[1:]) for o in run_model(self.getModel(), zeros))
 
     def _payload(self, layout: Layout) -> tuple[bytes, str]:
         """What makes the Predictor on the workers, with its hash; made once for each model."""

@@ -24,7 +24,6 @@ class Progress:
         self._verbose = verbose
         self._bar: Any = None
         self._shown_at = 0.0
-        self._epoch: Any = None
 
     def take(self, record: Mapping[str, Any]) -> None:
         if record.get("kind") == "output":
@@ -46,41 +45,49 @@ class Progress:
     def _progress(self, record: Mapping[str, Any]) -> None:
         if self._err.isatty() and self._draw(record):
             return
-        done = record.get("step") == record.get("steps")
-        due = time.monotonic() - self._shown_at >= _LINE_EVERY_S
-        if due or (done and self._epoch != record.get("epoch")):
+        if "history" in record or time.monotonic() - self._shown_at >= _LINE_EVERY_S:
             self._shown_at = time.monotonic()
-            self._epoch = record.get("epoch") if done else self._epoch
             print(describe(record), file=self._err, flush=True)
 
     def _draw(self, record: Mapping[str, Any]) -> bool:
         """Draws the bar; False when tqdm is not installed."""
-        steps, epochs = int(record.get("steps") or 0), int(record.get("epochs") or 1)
+        steps = int(record.get("steps") or 0)
         if self._bar is None:
             try:
                 from tqdm import tqdm
             except ImportError:
                 return False
-            self._bar = tqdm(total=steps * epochs, file=self._err, unit="step", dynamic_ncols=True)
-        done = (int(record.get("epoch") or 1) - 1) * steps + int(record.get("step") or 0)
-        self._bar.total = max(steps * epochs, done)
-        self._bar.set_description_str(f"epoch {record.get('epoch')}/{record.get('epochs')}")
+            total = steps * int(record.get("epochs") or 1)
+            self._bar = tqdm(total=total, file=self._err, unit="step", dynamic_ncols=True)
+        done = int(record.get("epoch") or 0) * steps + int(record.get("step") or 0) + 1
+        self._bar.total = max(self._bar.total, done)
+        self._bar.set_description_str(_epoch(record))
         self._bar.set_postfix_str(_numbers(record), refresh=False)
         self._bar.update(max(0, done - self._bar.n))
         return True
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """One progress record as a line."""
-    where = (
-        f"epoch {record.get('epoch')}/{record.get('epochs')} step {record.get('step')}/{record.get('steps')}"
+    """One progress record as a line; the end of an epoch has no step but the epoch's numbers."""
+    if "history" in record:
+        return f"{_epoch(record)}  {_numbers(record)}"
+    return (
+        f"{_epoch(record)} step {int(record.get('step') or 0) + 1}/{record.get('steps')}  {_numbers(record)}"
     )
-    return f"{where}  {_numbers(record)}"
+
+
+def _epoch(record: Mapping[str, Any]) -> str:
+    total = f"/{record['epochs']}" if record.get("epochs") else ""
+    return f"epoch {int(record.get('epoch') or 0) + 1}{total}"
+
+
+#: Times and counts of the history that say nothing about how well it goes.
+_LEFT_OUT = {"rows_per_s", "seconds", "data", "compute", "communication", "lr", "epoch", "rows", "steps"}
 
 
 def _numbers(record: Mapping[str, Any]) -> str:
     parts = [f"{record['rows_per_s']:,.0f} rows/s"] if record.get("rows_per_s") else []
-    for key, value in record.items():
-        if isinstance(value, float) and key not in ("rows_per_s", "at", "seconds"):
+    for key, value in {**record, **(record.get("history") or {})}.items():
+        if isinstance(value, float) and key not in _LEFT_OUT:
             parts.append(f"{key} {value:.6g}")
     return "  ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,18 +20,23 @@ _KEPT = 2
 @dataclass(frozen=True)
 class Serving:
     """payload: from `dumps(Predictor, ...)`; key: its hash. inputs: position in the batch and name of
-    each column the model needs. outputs: name, type and whether a row is one number, of each column to
-    add."""
+    each column the model needs. outputs: name, type and whether a row is one number, of each column to add.
+    sys_path: where the driver finds modules, if the workers are on its machine.
+    """
 
     payload: bytes
     key: str
     inputs: tuple[tuple[int, str], ...]
     outputs: tuple[tuple[str, pa.DataType, bool], ...]
+    sys_path: tuple[str, ...] = ()
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The function of mapInArrow: every batch with the outputs added."""
+        sys.path.extend(entry for entry in self.sys_path if entry not in sys.path)
         predictor = _predictor(self.key, self.payload)
         for batch in batches:
+            if batch.num_rows == 0:
+                continue
             names = [name for _, name in self.inputs]
             given = pa.RecordBatch.from_arrays([batch.column(i) for i, _ in self.inputs], names=names)
             found = predictor.predict(given)

@@ -42,6 +42,8 @@ _GRACE_S = 0.1
 _POLL_S = 1.0
 #: A rank that only reports a lost peer waits this long for the peer's own supervisor to say why.
 _ECHO_WAIT_S = 0.5
+#: Ranks may end hours apart.
+_FOREVER_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class _Task:
 
     def _watch(self, listener: Listener, endpoints: list[str]) -> Group:
         """A Group of the supervisors, only to notice at once that one of them gave up."""
-        patient = replace(self.plan.config, stall_warn_s=float("inf"), stall_shutdown_s=0.0)
+        patient = replace(self.plan.config, stall_warn_s=_FOREVER_S, stall_shutdown_s=0.0)
         if self.plan.size == 1:
             watch = Group.solo()
         else:

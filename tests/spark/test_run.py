@@ -1,0 +1,224 @@
+"""`hvd_spark.run`: results, lines, and every way in which ranks end badly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvd_spark
+from hvd_spark import NotEnoughSlots, NotPicklable, RankFailed, launcher
+from hvd_spark.feed import FeedServer
+
+from . import jobs
+
+#: From the failure to the exception at the driver.
+LIMIT_S = 10.0
+
+
+def failed(fn: Any, *args: Any) -> RankFailed:
+    start = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        hvd_spark.run(fn, args, num_proc=2)
+    took = time.monotonic() - start
+    assert took < LIMIT_S, f"{took:.1f} s until the driver knew"
+    return caught.value
+
+
+def assert_gone(directory: Path, count: int = 2) -> None:
+    found = jobs.pids(directory)
+    assert len(found) == count
+    assert all(jobs.ended(pid) for pid in found.values())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(spark: Any) -> None:
+    """Times below are those of a session in use: the workers and their templates are there."""
+    hvd_spark.run(jobs.reduce_rank, num_proc=2)
+
+
+def test_results_by_rank_and_lines(spark: Any, capfd: Any) -> None:
+    got = hvd_spark.run(jobs.greet, ("hello",), {"end": "?"}, num_proc=2)
+    assert got == ["hello 0/2?", "hello 1/2?"]
+    lines = capfd.readouterr().out.splitlines()
+    assert {"[0] hello from 0", "[1] hello from 1"} <= set(lines)
+
+
+def test_collectives_and_one_rank(spark: Any) -> None:
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=1) == [1.0]
+    assert hvd_spark.run(jobs.reduce_rank) == [3.0, 3.0], "num_proc: all slots"
+
+
+def test_large_results_come_in_chunks(spark: Any) -> None:
+    got = hvd_spark.run(lambda n: bytes(range(256)) * n, (12_000,), num_proc=2)
+    assert got == [bytes(range(256)) * 12_000] * 2
+
+
+def test_environment_of_ranks(spark: Any) -> None:
+    assert hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env={"COLOUR": "red"}) == ["red", "red"]
+
+
+@pytest.mark.parametrize("others", ["sleep", "allreduce", "compute"])
+def test_r20_one_rank_raises(spark: Any, tmp_path: Path, others: str) -> None:
+    token = f"token-{os.urandom(4).hex()}"
+    error = failed(jobs.raise_on_one, str(tmp_path), token, others)
+    lines = str(error).splitlines()
+    assert lines[0].startswith(f"rank 1 raised ValueError: {token}")
+    assert f"{jobs.__file__}:" in lines[0]
+    assert len(lines) <= 60
+    assert "py4j" not in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    assert error.rank == 1
+    assert_gone(tmp_path)
+
+
+def test_r20_undefined_name_on_all_ranks(spark: Any, tmp_path: Path) -> None:
+    error = failed(jobs.undefined_name, str(tmp_path))
+    assert "raised NameError: name 'this_name_does_not_exist'" in str(error).splitlines()[0]
+    assert_gone(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before", "between", "inside"])
+def test_r21_exit_without_a_word(spark: Any, tmp_path: Path, when: str) -> None:
+    error = failed(jobs.exit_hard, str(tmp_path), when)
+    assert str(error).splitlines()[0] == "rank 0 exited with status 86"
+    assert error.failure.exit_status == 86
+    assert_gone(tmp_path)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+
+def test_r21_killed_from_outside(spark: Any, tmp_path: Path) -> None:
+    with jobs.on_word(tmp_path / "word", lambda pid: os.kill(int(pid), signal.SIGKILL)):
+        error = failed(jobs.wait_to_be_killed, str(tmp_path), str(tmp_path / "word"))
+    assert str(error).splitlines()[0] == "rank 0 was killed by signal 9"
+    assert_gone(tmp_path)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+
+def test_more_ranks_than_slots(spark: Any) -> None:
+    start = time.monotonic()
+    with pytest.raises(NotEnoughSlots, match=r"(?s)4 ranks.*has 2.*num_proc"):
+        hvd_spark.run(jobs.reduce_rank, num_proc=4)
+    assert time.monotonic() - start < LIMIT_S
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+
+class Writer:
+    """Like a TensorBoard writer: holds a thread's lock."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+
+
+def test_r22_what_does_not_pickle_is_named(spark: Any, job_count: Any, tmp_path: Path) -> None:
+    my_lock, my_writer = threading.Lock(), Writer()
+    before = job_count()
+    with open(tmp_path / "log", "w") as my_file:
+        for name, thing in {
+            "my_lock": my_lock,
+            "my_file": my_file,
+            "my_writer": my_writer,
+            "my_spark": spark,
+        }.items():
+            # A function of its own for each, which uses the variable under its name.
+            namespace: dict[str, Any] = {name: thing}
+            exec(f"def use(): return {name}", namespace)
+            namespace["use"].__module__ = "__main__"
+            with pytest.raises(NotPicklable, match=name):
+                hvd_spark.run(namespace["use"], num_proc=2)
+    assert job_count() == before
+
+
+def test_r22_what_must_pickle(spark: Any) -> None:
+    class Local:
+        def __init__(self, n: int):
+            self.n = n
+
+    def use(counts: dict[int, int], *, make: Any) -> int:
+        return make(sum(counts.values())).n + Local(1).n
+
+    assert hvd_spark.run(use, ({1: 2, 3: 4},), {"make": lambda n: Local(n * 10)}, num_proc=2) == [61, 61]
+
+
+def children() -> set[int]:
+    return {int(p) for t in Path("/proc/self/task").iterdir() for p in (t / "children").read_text().split()}
+
+
+def sockets() -> int:
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return count
+
+
+def test_r24_again_and_again_in_one_session(spark: Any, tmp_path: Path) -> None:
+    def counts() -> tuple[set[str], int, set[int]]:
+        return (
+            {t.name for t in threading.enumerate() if not t.name.startswith("Thread-")},
+            sockets(),
+            children(),
+        )
+
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+    before = counts()
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+    with pytest.raises(RankFailed, match="NameError"):
+        hvd_spark.run(jobs.undefined_name, (str(tmp_path),), num_proc=2)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+    asleep = tmp_path / "asleep"
+    asleep.mkdir()
+    with jobs.on_word(tmp_path / "word", lambda _: os.kill(os.getpid(), signal.SIGINT)):
+        with pytest.raises(KeyboardInterrupt):
+            hvd_spark.run(jobs.sleep_and_say, (str(asleep), str(tmp_path / "word")), num_proc=2)
+    assert_gone(asleep)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=1) == [1.0]
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+    after = counts()
+    assert after[0] == before[0]
+    assert after[1] <= before[1]
+    assert after[2] == before[2]
+
+
+def test_stray_bytes_on_our_ports(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Strangers talk to the feed and to the ranks' listeners while a job starts; it goes on undisturbed."""
+    servers: list[FeedServer] = []
+
+    class Seen(FeedServer):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            servers.append(self)
+
+    monkeypatch.setattr(launcher, "FeedServer", Seen)
+    there, back = tmp_path / "there", tmp_path / "back"
+    os.mkfifo(back)
+    poked: list[tuple[str, int]] = []
+
+    def poke(endpoints: str) -> None:
+        addresses = {servers[0].address, *tcp_addresses(endpoints)}
+        for address in addresses:
+            for garbage in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b""):
+                with socket.create_connection(address, 5) as sock:
+                    sock.sendall(garbage)
+                poked.append(address)
+        jobs.say(str(back), "go on")
+
+    with jobs.on_word(there, poke):
+        assert hvd_spark.run(jobs.endpoints_then_reduce, (str(there), str(back)), num_proc=2) == [3.0, 3.0]
+    assert len(set(poked)) >= 2, "the feed, and at least one listener"
+
+
+def tcp_addresses(endpoints: str) -> set[tuple[str, int]]:
+    """host:port pairs out of the ranks' endpoint strings."""
+    import re
+
+    return {(host, int(port)) for host, port in re.findall(r"(\d+\.\d+\.\d+\.\d+):(\d+)", endpoints)}
