@@ -85,14 +85,6 @@ def shutdown() -> None:
             session.group.close()
 
 
-def abort(reason: str) -> None:
-    """Makes every rank's pending and later collectives raise `Aborted(reason)`; nothing when not
-    initialized."""
-    session = _session
-    if session is not None:
-        session.group.abort(reason)
-
-
 def is_initialized() -> bool:
     """Whether `init` was called, and `shutdown` not since. Stays true when the Group has died."""
     return _session is not None

@@ -84,7 +84,12 @@ def _reduce_dense(
         for i, host in zip(elsewhere, buffers.host_copies([wires[i] for i in elsewhere]), strict=True):
             hosts[i] = host
     group.grouped_allreduce_async(
-        [buffers.for_core(host) for host in hosts], name=label, names=names, op=how.op, prescale=how.prescale, postscale=how.postscale
+        [buffers.for_core(host) for host in hosts],
+        name=label,
+        names=names,
+        op=how.op,
+        prescale=how.prescale,
+        postscale=how.postscale,
     ).wait()
     for i in elsewhere:
         wires[i].copy_(hosts[i], non_blocking=True)
