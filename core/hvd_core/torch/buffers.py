@@ -88,5 +88,5 @@ def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def for_core(buffer: torch.Tensor) -> Any:
-    """The buffer as what crosses fastest: as numpy arrays 1000 gradients take 3.2 ms, by torch's DLPack 6.4."""
+    """The buffer as what crosses fastest: 1000 gradients take 3.2 ms as numpy arrays, 6.4 by DLPack."""
     return buffer if buffer.dtype == torch.bfloat16 else buffer.numpy()
