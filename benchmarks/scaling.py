@@ -3,8 +3,8 @@
     python benchmarks/scaling.py
 
 Three ways in turn, five times: one rank on one core; two ranks that train together; two replicas that run at
-the same time and never talk. Prints rows per second (medians) and the two ratios that matter: together against
-one rank, and against the uncoupled replicas (what coupling costs).
+the same time and never talk. Prints rows per second (medians) and the two ratios that matter: together
+against one rank, and against the uncoupled replicas (what coupling costs).
 """
 
 from __future__ import annotations

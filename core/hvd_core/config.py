@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .errors import InvalidArgument
 
@@ -44,19 +45,20 @@ class Config:
     def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
         """Reads HVD_* variables. An unknown one, or one that does not parse, is an `InvalidArgument`."""
         env = os.environ if env is None else env
-        known = {f"HVD_{f.name.upper()}": f for f in fields(cls)}
-        values: dict[str, int | float | str] = {}
+        known = {f"HVD_{f.name.upper()}": f.name for f in fields(cls)}
+        defaults = cls()
+        values: dict[str, Any] = {}
         for key, text in env.items():
             if not key.startswith("HVD_"):
                 continue
             if key not in known:
                 raise InvalidArgument(f"unknown setting {key}; known are {', '.join(sorted(known))}")
-            kind = type(known[key].default)
+            kind = type(getattr(defaults, known[key]))
             try:
-                values[known[key].name] = kind(text)
+                values[known[key]] = kind(text)
             except ValueError:
                 raise InvalidArgument(f"{key}={text!r} is not {_KINDS[kind]}") from None
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(**values)
 
 
 _KINDS = {int: "a whole number", float: "a number of seconds", str: "a string"}

@@ -108,7 +108,16 @@ Array View(nb::handle object, const std::string& name, const char* what) {
   return array;
 }
 
-// tensors: (name, input, output) each; the output is None in an allgather, the input where it does not count.
+template <class Array>
+Member MakeMember(const std::string& name, const Array& array) {
+  const auto dtype = FromDLPack(array.dtype());
+  if (!dtype) Raise(Status(Code::kInvalid, name + ": this dtype cannot be sent"));
+  Member member{name, *dtype, {}, {}};
+  for (size_t d = 0; d < array.ndim(); ++d) member.shape.push_back(static_cast<int64_t>(array.shape(d)));
+  return member;
+}
+
+// tensors: (name, input, output) each; the output is None in an allgather, the input itself for in place.
 std::shared_ptr<Handle> Submit(Group& group, int op, const std::string& name, const nb::list& tensors,
                                int reduce, double prescale, double postscale, int root) {
   Request request{static_cast<Op>(op), name, static_cast<ReduceOp>(reduce), prescale, postscale, root, {}};
@@ -116,20 +125,24 @@ std::shared_ptr<Handle> Submit(Group& group, int op, const std::string& name, co
   for (const nb::handle item : tensors) {
     const auto tensor = nb::cast<nb::tuple>(item);
     const auto member_name = nb::cast<std::string>(tensor[0]);
-    const auto in = View<In>(tensor[1], member_name, "the input");
-    const auto dtype = FromDLPack(in.dtype());
-    if (!dtype) Raise(Status(Code::kInvalid, member_name + ": this dtype cannot be sent"));
-    Member member{member_name, *dtype, {}, {}};
-    for (size_t d = 0; d < in.ndim(); ++d) member.shape.push_back(static_cast<int64_t>(in.shape(d)));
+    const nb::object input = tensor[1], output = tensor[2];
+    if (output.is(input)) {
+      const auto both = View<Out>(input, member_name, "the array");
+      auto* data = static_cast<std::byte*>(both.data());
+      request.members.push_back(MakeMember(member_name, both));
+      buffers.push_back({data, data});
+      continue;
+    }
+    const auto in = View<In>(input, member_name, "the input");
+    request.members.push_back(MakeMember(member_name, in));
     Buffer buffer{static_cast<const std::byte*>(in.data()), nullptr};
-    if (!tensor[2].is_none()) {
-      const auto out = View<Out>(tensor[2], member_name, "the output");
+    if (!output.is_none()) {
+      const auto out = View<Out>(output, member_name, "the output");
       if (out.dtype() != in.dtype() || out.nbytes() != in.nbytes()) {
         Raise(Status(Code::kInvalid, member_name + ": input and output differ in dtype or size"));
       }
       buffer.out = static_cast<std::byte*>(out.data());
     }
-    request.members.push_back(std::move(member));
     buffers.push_back(buffer);
   }
   return ValueOrRaise(group.Submit(std::move(request), std::move(buffers)));
