@@ -236,8 +236,7 @@ def _refuse_unsupported(column: Column, spec: TrainSpec) -> None:
     type = column.type
     if column.kind == "binary":
         raise ColumnError(
-            f"column {column.name!r} is {type}: bytes need a transform_fn that turns them into arrays of "
-            f"numbers"
+            f"column {column.name!r} is {type}: bytes need a transform_fn that makes numbers of them"
         )
     if column.kind == "unsupported":
         todo = "leave it out, or turn it into numbers first"
@@ -284,9 +283,8 @@ def _check_count(n: int, what: str, facts: ModelFacts) -> None:
     )
     raise ColumnError(
         f"forward of {facts.name} takes {takes} inputs ({', '.join(facts.inputs)}), but {what}. Give one "
-        f"column for "
-        "each input, or say how they are joined: input_columns=['a', ['b', 'c']] feeds two inputs from "
-        "three columns"
+        "column for each input, or say how they are joined: input_columns=['a', ['b', 'c']] feeds two inputs "
+        "from three columns"
     )
 
 

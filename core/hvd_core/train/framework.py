@@ -66,8 +66,10 @@ class Framework(Protocol):
 
     model: Any
     optimizer: Any
-    names: list[str]
     totals: Totals
+
+    @property
+    def names(self) -> list[str]: ...
 
     @property
     def loss_weights(self) -> dict[str, float]: ...

@@ -48,8 +48,7 @@ class Packer:
         for name, count in nulls.items():
             raise DataError(
                 f"column {name!r} has {count} null{'s' * (count != 1)} in {rows} rows; drop or fill them, "
-                f"or set "
-                "null_value"
+                "or set null_value"
             )
 
     def _array(self, column: Column, values: pa.Array) -> np.ndarray:
@@ -89,7 +88,7 @@ def _joined(block: Block, parts: list[np.ndarray], dtype: str) -> np.ndarray:
         if part.ndim > 2:
             raise DataError(
                 f"column {name!r} has rows of shape {part.shape[1:]} and cannot be joined with others into "
-                f"one input"
+                "one input"
             )
     widths = [1 if p.ndim == 1 else p.shape[1] for p in parts]
     out = np.empty((len(parts[0]), sum(widths)), dtype)

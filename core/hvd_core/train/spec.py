@@ -296,8 +296,7 @@ def _check_bound(spec: TrainSpec) -> None:
     if foreign:
         raise InvalidArgument(
             f"the optimizer is not bound to the model: {foreign} of its parameters are not the model's; "
-            f"build it "
-            "from model.parameters(), or give a function of the parameters"
+            "build it from model.parameters(), or give a function of the parameters"
         )
 
 
