@@ -177,6 +177,11 @@ def test_parameters_without_gradient_on_some_ranks_count_as_zero() -> None:
     assert torch.equal(own.never.weight, Optional().never.weight)
 
 
+def fit_each(specs: list[TrainSpec], tables: list[list[pa.Table]]) -> list[FitResult]:
+    group = start()
+    return [fit_local(s, parts[group.rank], group) for s, parts in zip(specs, tables, strict=True)]
+
+
 def own_loss(output: Tensor, label: Tensor) -> Tensor:
     """Rises with the epochs on rank 0, falls on rank 1."""
     at = float(Clock.epoch)
@@ -197,13 +202,13 @@ def test_r27_all_ranks_stop_at_the_same_epoch() -> None:
     )
     # 8 validation rows rise by 1, 2 fall by 3: the reduced metric (8 t + 2 (10 - 3 t)) / 10 rises by 0.2.
     parts = [table(range(32)), table(range(32, 40))]
-    both = in_ranks(fit_one, spec, parts)
-    for result in both:
+    turned = [table(range(8)), table(range(8, 40))]
+    both = in_ranks(fit_each, [spec, spec], [parts, turned])
+    for result, _ in both:
         assert [e["val_m"] for e in result.history] == pytest.approx([2.0, 2.2])
         assert (result.best_epoch, result.stopped_early) == (0, True)
     # The other way round it falls for ever on both, though it rises on rank 0.
-    both = in_ranks(fit_one, spec, [table(range(8)), table(range(8, 40))])
-    assert [len(r.history) for r in both] == [8, 8]
+    assert [len(r.history) for _, r in both] == [8, 8]
 
 
 class Tamper:
@@ -213,19 +218,21 @@ class Tamper:
                 run.model.net.bias.add_(1e-3)
 
 
-def diverge(spec: TrainSpec, parts: list[pa.Table]) -> str:
+def diverge(specs: list[TrainSpec], parts: list[pa.Table]) -> list[str]:
     group = start()
-    with pytest.raises(errors.RanksDiverged) as caught:
-        fit_local(spec, parts[group.rank], group)
-    return str(caught.value)
+    texts = []
+    for spec in specs:
+        with pytest.raises(errors.RanksDiverged) as caught:
+            fit_local(spec, parts[group.rank], group)
+        texts.append(str(caught.value))
+    return texts
 
 
 def test_divergence_names_parameter_and_rank_on_every_rank() -> None:
     parts = [table(range(20)), table(range(20, 40))]
-    for every in (None, 1):
-        spec = spec_of(callbacks=[Tamper()], checksum_steps=every)
-        for text in in_ranks(diverge, spec, parts):
-            assert "net.bias of rank 1 differs" in text
+    specs = [spec_of(callbacks=[Tamper()], checksum_steps=every) for every in (None, 1)]
+    for texts in in_ranks(diverge, specs, parts):
+        assert all("net.bias of rank 1 differs" in text for text in texts)
 
 
 def test_a_nan_on_one_rank_is_the_first_cause() -> None:
@@ -241,11 +248,14 @@ def test_a_nan_on_one_rank_is_the_first_cause() -> None:
     assert isinstance(caught.value.__cause__, errors.LossError)
 
 
-def expect_data_error(spec: TrainSpec, parts: list[pa.Table]) -> str:
+def data_errors(specs: list[TrainSpec], tables: list[list[pa.Table]]) -> list[str]:
     group = start()
-    with pytest.raises(errors.DataError) as caught:
-        fit_local(spec, parts[group.rank], group)
-    return str(caught.value)
+    texts = []
+    for spec, parts in zip(specs, tables, strict=True):
+        with pytest.raises(errors.DataError) as caught:
+            fit_local(spec, parts[group.rank], group)
+        texts.append(str(caught.value))
+    return texts
 
 
 def vectors(n: int, rows: int) -> pa.Table:
@@ -254,12 +264,10 @@ def vectors(n: int, rows: int) -> pa.Table:
 
 def test_shapes_must_agree_between_ranks_and_there_must_be_rows() -> None:
     spec = spec_of(model=nn.Linear(3, 1), feature_cols="v")
-    for text in in_ranks(expect_data_error, spec, [vectors(3, 4), vectors(2, 4)]):
-        assert "'v'" in text
-        assert "(3,)" in text
-        assert "(2,)" in text
-    for text in in_ranks(expect_data_error, spec_of(), [table([]), table([])]):
-        assert "no rows" in text
+    tables = [[vectors(3, 4), vectors(2, 4)], [table([]), table([])]]
+    for ragged, empty in in_ranks(data_errors, [spec, spec_of()], tables):
+        assert all(word in ragged for word in ("'v'", "(3,)", "(2,)"))
+        assert "no rows" in empty
 
 
 def scaled_loss(output: Tensor, label: Tensor) -> Tensor:
