@@ -63,9 +63,9 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs):
         )
         result = _checked(launch(frame, job), spec)
         trained = load_weights(_untrained(spec), result.weights)
-        model = HorovodModel.fitted(trained, layout, result)
+        model = self._copyValues(HorovodModel(model=trained, transform_fn=spec.transform_fn))
         model._resetUid(self.uid)
-        return self._copyValues(model)
+        return model.fitted(layout, result)
 
     def _spec(self) -> TrainSpec:
         """The parameters as one frozen value; raises InvalidArgument."""

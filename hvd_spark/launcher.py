@@ -83,6 +83,8 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         beat_s=idle_s / 3 if idle_s > 0 else None,
     )
     job = session.map_in_arrow(frame, _task(plan), rows.DDL, barrier=True)
+    if plan.beat_s is not None:
+        job = job.where(F.col("kind") != rows.BEAT)
     try:
         collected = _wait(spark, job, spec.description, counted, feed, take)
     except Exception as error:  # noqa: BLE001  raised again, translated

@@ -21,8 +21,20 @@ from hvd_core.train.torch_model import run_model
 
 from . import preflight, session
 from .columns import arrow_type, columns_of, spark_type
-from .params import JOB, KNOBS, Knob, Knobs, provide
+from .params import KNOBS, Knob, Knobs, provide
 from .serve import Serving
+
+#: Parameters that say how columns become inputs.
+_FEEDING = (
+    "model",
+    "feature_cols",
+    "input_columns",
+    "shapes",
+    "dtypes",
+    "null_value",
+    "transform_fn",
+    "transform_cols",
+)
 
 
 @provide([k for k in KNOBS if k.serves] + [Knob("model", "torch.nn.Module that predicts")])
@@ -41,15 +53,14 @@ class HorovodModel(Model, Knobs):
     def __init__(self, **values: Any):
         #: What training found; None when the model was not fitted here.
         self.result: FitResult | None = None
-        self._layout: Layout | None = None
+        #: How training fed the model, and the parameters for which that holds.
+        self._trained: tuple[Layout, dict[str, Any]] | None = None
         self._pickled: tuple[Any, bytes, str] | None = None
         super().__init__(values)
 
-    @classmethod
-    def fitted(cls, model: Any, layout: Layout, result: FitResult) -> HorovodModel:
-        """From what training gives; `model` has the fitted weights."""
-        self = cls(model=model)
-        self.result, self._layout = result, layout
+    def fitted(self, layout: Layout, result: FitResult) -> HorovodModel:
+        """For the estimator: what came with the weights. Returns self."""
+        self.result, self._trained = result, (layout, self._values(_FEEDING))
         return self
 
     @property
@@ -70,11 +81,11 @@ class HorovodModel(Model, Knobs):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         preflight.check_distinct(dataset)
         schema = dataset.schema
-        layout = self._layout or self._layout_for(columns_of(schema))
+        layout, outs = self._form(schema)
         inputs = _inputs(layout, schema)
         fields = [
             T.StructField(name, spark_type(output.dtype, () if _flat(output) else output.shape))
-            for name, output in self._outputs(layout)
+            for name, output in outs
         ]
         taken = [field.name for field in fields if field.name in schema.names]
         if taken:
@@ -84,7 +95,7 @@ class HorovodModel(Model, Knobs):
         payload, key = self._payload(layout)
         outputs = tuple(
             (field.name, arrow_type(field.dataType), _flat(output))
-            for field, (_, output) in zip(fields, self._outputs(layout), strict=True)
+            for field, (_, output) in zip(fields, outs, strict=True)
         )
         serving = Serving(payload, key, inputs, outputs, session.import_path(dataset.sparkSession))
 
@@ -94,32 +105,35 @@ class HorovodModel(Model, Knobs):
         neutral = dataset.toDF(*(f"c{i}" for i in range(len(schema))))
         return session.map_in_arrow(neutral, serve, T.StructType([*schema.fields, *fields]), barrier=False)
 
+    def _form(self, schema: T.StructType) -> tuple[Layout, list[tuple[str, OutputSpec]]]:
+        """How columns feed the model, and name and form of each output."""
+        if (
+            self.result is not None
+            and self._trained is not None
+            and self._trained[1] == self._values(_FEEDING)
+        ):
+            layout, specs = self._trained[0], self.result.output_spec
+        else:
+            layout = self._layout_for(columns_of(schema))
+            specs = self._tried(layout)
+        name = self.getPredictionCol()  # type: ignore[attr-defined]
+        return layout, [(name if i == 0 else f"{name}_{i}", spec) for i, spec in enumerate(specs)]
+
     def _layout_for(self, columns: list[Column]) -> Layout:
-        """How these columns feed a model that was not fitted here; labels and loss play no part."""
-        label = "label of a model that only predicts"
-        names = [
-            name
-            for name, knob in self._knobs.items()
-            if name not in JOB and name not in ("model", "label_cols")
-        ]
+        """How these columns feed a model that was not fitted for them; labels and loss play no part."""
         model = self.getModel()
         for parameter in model.parameters():
             parameter.requires_grad_(True)  # a frozen model serves as well
+        label = "label of a model that only predicts"
         spec = TrainSpec(
             model=model,
             optimizer=_not_trained,
             loss=_not_trained,
             loss_reduction="mean",
             label_cols=[label],
-            **self._values(names),
+            **self._values(name for name in _FEEDING if name != "model"),
         )
         return plan_layout([*columns, Column.of(label, arrow_type(T.DoubleType()))], spec)
-
-    def _outputs(self, layout: Layout) -> list[tuple[str, OutputSpec]]:
-        """Name and form of each output."""
-        name = self.getPredictionCol()  # type: ignore[attr-defined]
-        specs = self.result.output_spec if self.result is not None else self._tried(layout)
-        return [(name if i == 0 else f"{name}_{i}", spec) for i, spec in enumerate(specs)]
 
     def _tried(self, layout: Layout) -> tuple[OutputSpec, ...]:
         """What the model makes of one row of zeros."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,10 @@ SCHEMA = pa.schema([("rank", pa.int32()), ("kind", pa.string()), ("data", pa.bin
 
 #: Spark Connect takes Arrow messages up to 4 MiB.
 CHUNK_NBYTES = 1 << 20
+#: The kind of rows that mean nothing.
+BEAT = "beat"
+#: A Python worker's output buffer.
+_BUFFER_NBYTES = int(os.environ.get("SPARK_BUFFER_SIZE", 65536))
 
 
 def batch(rank: int, kind: str, data: bytes = b"") -> pa.RecordBatch:
@@ -27,13 +32,12 @@ def batch(rank: int, kind: str, data: bytes = b"") -> pa.RecordBatch:
 
 
 def beat(rank: int) -> pa.RecordBatch:
-    """A sign of life, for Spark's idle timeout."""
-    return batch(rank, "beat")
+    """A sign of life, for Spark's idle timeout; so large that the worker's output buffer does not keep it."""
+    return batch(rank, BEAT, b"\0" * _BUFFER_NBYTES)
 
 
 def failure(what: RankFailure, stage: str, exception: bytes = b"") -> pa.RecordBatch:
-    """stage: "rows" while the shard was made, "rank" from the rank's start on. exception: pickled, may be
-    empty."""
+    """stage: "rows" while the shard was made, "rank" from the rank's start on. exception: pickled."""
     return batch(what.rank, f"failure/{stage}", what.to_json().encode() + b"\n" + exception)
 
 

@@ -14,8 +14,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import pyarrow as pa
 
 from hvd_core import train
 from hvd_core.config import Config
-from hvd_core.errors import HvdError, LaunchFailed, RankFailed, RankFailure
+from hvd_core.errors import LaunchFailed, RankFailed, RankFailure
 from hvd_core.group import Group, Listener
 from hvd_core.launch import Assignment, RankProcess, Template
 from hvd_core.launch import failure as failures
@@ -93,6 +94,7 @@ class _Task:
         self.rank: int = context.partitionId()
         self.feed: FeedClient | None = None
         self.watch: Group | None = None
+        self._beaten = time.monotonic()
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         index = self.rank
@@ -100,14 +102,15 @@ class _Task:
         mine: RankFailure | None = None
         try:
             taken, listener, process = self._open(batches)
-            offer = {
-                "endpoint": process.endpoint(self.plan.config.connect_timeout_s),
-                "watch": listener.endpoint,
-            }
+            endpoint = yield from self._endpoint_of(process)
+            offer = {"endpoint": endpoint, "watch": listener.endpoint}
         except Exception as error:  # noqa: BLE001  the others wait in allGather: take part, then say it
             mine = describe(index, error)
             offer = {"error": mine.headline()}
-        offers = [json.loads(text) for text in self.context.allGather(json.dumps(offer))]
+        gathering = _Background(lambda: self.context.allGather(json.dumps(offer)))
+        while not (yield from self._wait([gathering])):
+            pass
+        offers = [json.loads(text) for text in gathering.result()]
         if mine is not None:
             yield rows.failure(mine, "rows" if process is None else "rank")
         if process is None or any("error" in other for other in offers):
@@ -120,6 +123,16 @@ class _Task:
         process.assign(Assignment(self.rank, self.plan.size, endpoints, self.plan.token))
         self.watch = self._watch(listener, [other["watch"] for other in ordered])
         yield from self._supervise(process)
+
+    def _wait(self, sources: Sequence[Any]) -> Generator[pa.RecordBatch, None, list[Any]]:
+        """Those of `sources` that are readable, perhaps none; after a second at most, as ranks must be polled.
+        Yields signs of life when they are due."""
+        beat_s = self.plan.beat_s
+        ready = list(wait(sources, _POLL_S if beat_s is None else min(beat_s, _POLL_S)))
+        if beat_s is not None and time.monotonic() - self._beaten >= beat_s:
+            self._beaten = time.monotonic()
+            yield rows.beat(self.rank)
+        return ready
 
     def abort(self, reason: str) -> None:
         if self.watch is not None:
@@ -155,6 +168,16 @@ class _Task:
         stack.callback(process.kill, _GRACE_S)
         return taken, listener, process
 
+    def _endpoint_of(self, process: RankProcess) -> Generator[pa.RecordBatch, None, str]:
+        """Where the rank listens, once its template has imported its modules. Raises RankFailed if it died."""
+        while process.endpoint_or_none() is None:
+            end = self._hear(process)
+            if isinstance(end, Failed):
+                raise RankFailed(end.failure)
+            if process.endpoint_or_none() is None:
+                yield from self._wait([process])
+        return process.endpoint(0)
+
     def _pack(self, layout: train.Layout, batches: Iterator[pa.RecordBatch]) -> Any:
         from hvd_core.train.shard import ShardWriter, default_memory_bytes
 
@@ -185,31 +208,25 @@ class _Task:
     def _supervise(self, process: RankProcess) -> Iterator[pa.RecordBatch]:
         """Waits for the first of: the rank's end, a peer's abort, our parent's end. Yields how it ended."""
         assert self.watch is not None
-        watch, beat_s = self.watch, self.plan.beat_s
-        pause_s = _POLL_S if beat_s is None else min(beat_s, _POLL_S)
+        watch = self.watch
         parent = os.pidfd_open(os.getppid())
         self.stack.callback(os.close, parent)
         end: Result | Failed | None = None
-        everyone: _Meeting | None = None
-        last = time.monotonic()
+        everyone: _Background | None = None
         while True:
-            sources: list[Any] = [parent, watch.fileno()]
-            sources.append(process if everyone is None else everyone)
-            ready: list[Any] = wait(sources, pause_s)
+            ready = yield from self._wait([parent, watch.fileno(), process if everyone is None else everyone])
             if everyone is None:
                 end = self._hear(process)
                 if isinstance(end, Failed):
                     yield self._failed(end)
                     return
                 if isinstance(end, Result):
-                    everyone = _Meeting(watch)
+                    # A Group closes only after every supervisor has a result.
+                    everyone = _Background(partial(watch.barrier, "done"))
             elif everyone in ready:
                 break
             if parent in ready or watch.fileno() in ready:
                 break
-            if beat_s is not None and time.monotonic() - last >= beat_s:
-                last = time.monotonic()
-                yield rows.beat(self.rank)
         if end is None:
             yield self._ended(process)
         elif isinstance(end, Result):
@@ -263,19 +280,29 @@ class _Task:
         return rows.failure(what, "rank")
 
 
-class _Meeting:
-    """Readable once every supervisor has a result (or the watch is dead): a Group closes only after that."""
+class _Background:
+    """A call in a thread of its own; readable when it has ended."""
 
-    def __init__(self, watch: Group):
+    def __init__(self, call: Callable[[], Any]):
         self._read, self._write = os.pipe()
-        threading.Thread(target=self._meet, args=(watch,), name="hvd-meeting", daemon=True).start()
+        self._outcome: Any = None
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, args=(call,), name="hvd-background", daemon=True).start()
 
     def fileno(self) -> int:
         return self._read
 
-    def _meet(self, watch: Group) -> None:
-        with contextlib.suppress(HvdError):
-            watch.barrier("done")
+    def result(self) -> Any:
+        """What the call returned; raises what it raised. Call when it has ended."""
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self._outcome = call()
+        except Exception as error:  # noqa: BLE001  raised by result()
+            self._error = error
         os.close(self._write)
 
     def __del__(self) -> None:

@@ -62,6 +62,10 @@ def test_large_results_come_in_chunks(spark: Any) -> None:
     assert got == [bytes(range(256)) * 12_000] * 2
 
 
+def test_a_rank_has_the_threads_of_its_task(spark: Any) -> None:
+    assert hvd_spark.run(os.getenv, ("OMP_NUM_THREADS",), num_proc=2) == ["1", "1"]
+
+
 def test_environment_of_ranks(spark: Any) -> None:
     assert hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env={"COLOUR": "red"}) == ["red", "red"]
 
@@ -101,6 +105,28 @@ def test_r21_killed_from_outside(spark: Any, tmp_path: Path) -> None:
     assert str(error).splitlines()[0] == "rank 0 was killed by signal 9"
     assert_gone(tmp_path)
     assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+
+def test_the_python_worker_is_killed(spark: Any, tmp_path: Path) -> None:
+    error = failed(jobs.kill_worker, str(tmp_path))
+    assert str(error).splitlines()[0] == "rank 1 is lost"
+    assert "Python worker exited unexpectedly" in str(error)
+    assert not [line for line in str(error).splitlines() if line.lstrip().startswith("at ")], "no JVM stack"
+    assert_gone(tmp_path)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+
+def test_idle_timeout_of_spark_does_not_end_a_quiet_rank(spark: Any) -> None:
+    seconds, kill = (
+        f"spark.sql.execution.pyspark.udf.{k}" for k in ("idleTimeoutSeconds", "killOnIdleTimeout")
+    )
+    spark.conf.set(seconds, "3s")
+    spark.conf.set(kill, "true")
+    try:
+        assert hvd_spark.run(jobs.sleep_by_rank, (5.0,), num_proc=2) == [0, 1]
+    finally:
+        spark.conf.unset(seconds)
+        spark.conf.unset(kill)
 
 
 def test_more_ranks_than_slots(spark: Any) -> None:

@@ -1,0 +1,122 @@
+"""What is found before the launch, and what the counts say after it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from pyspark.sql import Row
+from pyspark.sql import types as T
+
+import hvd_spark
+from hvd_core.train import Column
+from hvd_spark import NotEnoughSlots, PreflightError, RowsLost, columns, launcher, preflight, rows, session
+
+
+@pytest.fixture
+def interpreter(spark: Any, monkeypatch: Any) -> Any:
+    return lambda path: monkeypatch.setattr(spark.sparkContext, "pythonExec", path)
+
+
+def test_interpreter_that_does_not_exist(spark: Any, interpreter: Any, job_count: Any) -> None:
+    before = job_count()
+    interpreter("/nowhere/python3")
+    with pytest.raises(PreflightError, match=f"(?s)/nowhere/python3.*PYSPARK_PYTHON={sys.executable}"):
+        hvd_spark.run(len, ("x",), num_proc=2)
+    assert job_count() == before
+
+
+def test_interpreter_without_hvd(spark: Any, interpreter: Any, tmp_path: Any) -> None:
+    bare = tmp_path / "python3"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    interpreter(str(bare))
+    with pytest.raises(PreflightError, match="(?s)cannot run hvd.*ModuleNotFoundError"):
+        hvd_spark.run(len, ("x",), num_proc=2)
+
+
+def test_dynamic_allocation_is_named(spark: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(session, "is_local", lambda context: False)
+    monkeypatch.setattr(session, "setting", lambda spark, key, default="": "true")
+    with pytest.raises(PreflightError, match=r"spark\.dynamicAllocation\.enabled"):
+        preflight.check_cluster(spark, 2)
+
+
+def test_slots_unknown_as_in_connect(spark: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(session, "context_of", lambda spark: None)
+    assert preflight.check_cluster(spark, 7) == 7
+    with pytest.raises(PreflightError, match="set num_proc"):
+        preflight.check_cluster(spark, None)
+
+
+def test_slots_that_come_late(spark: Any, monkeypatch: Any) -> None:
+    """Executors that register a moment after the session has started are waited for."""
+    monkeypatch.setattr(session, "is_local", lambda context: False)
+    monkeypatch.setattr(session, "_SLOTS_WAIT_S", 0.3)
+    assert session.slots(spark, 2) == 2
+    with pytest.raises(NotEnoughSlots):
+        preflight.check_cluster(spark, 3)
+
+
+def test_rows_that_get_lost_on_the_way(spark: Any, monkeypatch: Any) -> None:
+    from torch import nn
+
+    from . import nets
+
+    def read(collected: Any) -> rows.Collected:
+        found = whole(collected)
+        found.rows[0] -= 1
+        return found
+
+    whole = rows.read
+    monkeypatch.setattr(launcher.rows, "read", read)
+    est = hvd_spark.HorovodEstimator(
+        model=nets.OneInput(1), optimizer=nets.sgd, loss=nn.MSELoss(), feature_cols="x", label_cols="x", num_proc=1
+    )  # fmt: skip
+    with pytest.raises(RowsLost, match="sent 3 rows, the ranks took 2"):
+        est.fit(spark.createDataFrame([(1.0,), (2.0,), (3.0,)], ["x"]))
+
+
+def test_columns_of_a_schema() -> None:
+    from pyspark.ml.linalg import DenseVector, VectorUDT
+
+    schema = T.StructType(
+        [
+            T.StructField("flag", T.BooleanType()),
+            T.StructField("price", T.DecimalType(10, 2)),
+            T.StructField("grid", T.ArrayType(T.ArrayType(T.FloatType()))),
+            T.StructField("free", VectorUDT()),
+            T.StructField("known", VectorUDT(), True, {"ml_attr": {"num_attrs": 4}}),
+            T.StructField("tags", T.MapType(T.StringType(), T.LongType())),
+            T.StructField("span", T.DayTimeIntervalType()),
+        ]
+    )
+    found = columns.columns_of(schema)
+    kinds = {c.name: (c.kind, c.shape) for c in found}
+    assert kinds == {
+        "flag": ("scalar", ()),
+        "price": ("scalar", ()),
+        "grid": ("array", None),
+        "free": ("vector", None),
+        "known": ("vector", (4,)),
+        "tags": ("unsupported", None),
+        "span": ("unsupported", None),
+    }
+    row = Row(True, None, [[1.0, 2.0, 3.0]], DenseVector([0.0, 1.0]), None, {}, None)
+    shapes = {c.name: c.shape for c in columns.with_shapes_of(found, row)}
+    assert shapes["grid"] == (1, 3)
+    assert shapes["free"] == (2,)
+    assert shapes["known"] == (4,)
+
+
+def test_shape_of_a_null_stays_open() -> None:
+    column = Column.of("x", columns.arrow_type(T.ArrayType(T.DoubleType())))
+    assert columns.with_shapes_of([column], Row(None))[0].shape is None
+
+
+def test_predictions_keep_their_type() -> None:
+    assert columns.spark_type("float64", ()) == T.DoubleType()
+    assert columns.spark_type("float16", ()) == T.FloatType()
+    assert columns.spark_type("float32", (2, 3)).simpleString() == "array<array<float>>"
+    assert columns.spark_type("int64", ()) == T.LongType()
