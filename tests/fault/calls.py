@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from hvd_core import Group, Sum
+from hvd_core import Group, Handle, Sum
 from hvd_core.errors import Aborted, CollectiveTimeout, GroupClosed, MismatchError, PeerLost
 
 
@@ -27,6 +27,20 @@ def add_until_it_fails(group: Group, count: int) -> tuple[str, str, float]:
             assert (array == group.size).all()
     except (PeerLost, Aborted, GroupClosed, CollectiveTimeout) as error:
         return type(error).__name__, str(error), time.monotonic()
+
+
+_pending: dict[str, Handle] = {}
+
+
+def start_adding(group: Group, name: str, count: int) -> None:
+    _pending[name] = group.allreduce_async(np.ones(count, np.float32), name=name)
+
+
+def is_done_within(group: Group, name: str, timeout_s: float) -> bool:
+    try:
+        return bool((_pending[name].wait(timeout_s) == group.size).all())
+    except CollectiveTimeout:
+        return False
 
 
 def wait_in_vain(group: Group, name: str) -> tuple[str, str, float]:

@@ -23,6 +23,8 @@ from .calls import (
     close,
     disagree,
     hold_the_gil_then_add,
+    is_done_within,
+    start_adding,
     wait_for_ctrl_c,
     wait_for_death,
     wait_in_vain,
@@ -77,6 +79,21 @@ def test_a_rank_that_computes_is_not_taken_for_dead() -> None:
         ranks[0].start(hold_the_gil_then_add, 1.5)
         assert ranks[0].result() == 2
         assert ranks[1].result() == 2
+
+
+def test_what_is_submitted_while_a_peer_is_waited_for_is_not_forgotten() -> None:
+    with connected_ranks(2) as ranks:
+        for rank in (ranks[1], ranks[0]):
+            rank.call(start_adding, "large", 50_000_000)
+        ranks[0].kill(signal.SIGSTOP)
+        assert not ranks[1].call(is_done_within, "large", 0.1), "rank 1 was to be in the middle of it"
+        ranks[1].call(start_adding, "y", 10)
+        assert not ranks[1].call(is_done_within, "y", 0.1)
+        ranks[0].kill(signal.SIGCONT)
+        ranks[0].call(start_adding, "y", 10)
+        for rank in ranks:
+            assert rank.call(is_done_within, "large", 15)
+            assert rank.call(is_done_within, "y", 5)
 
 
 # -- abort, close, stall, mismatch ----------------------------------------------------------------------

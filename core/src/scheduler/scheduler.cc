@@ -110,8 +110,8 @@ Status Scheduler::RunUntilClosed() {
 
 // One turn: wait for news, announce, decide, run what was decided.
 Status Scheduler::Step() {
-  exchange_->Poll(Clock::now() +
-                  (negotiator_.idle() ? Clock::duration(kIdle) : Clock::duration(kStallCheckEvery)));
+  const auto patience = negotiator_.idle() ? Clock::duration(kIdle) : Clock::duration(kStallCheckEvery);
+  exchange_->Poll(HasSubmissions() ? Clock::now() : Clock::now() + patience);
   HVD_RETURN_IF_ERROR(TakeSubmissions());
   HVD_RETURN_IF_ERROR(HandleFrames());
   Decide();
@@ -122,6 +122,12 @@ Status Scheduler::Step() {
   }
   HVD_RETURN_IF_ERROR(CheckPeers());
   return CheckStalls();
+}
+
+// What was submitted while a batch ran: Tick() may have taken its Wake().
+bool Scheduler::HasSubmissions() {
+  MutexLock lock(mutex_);
+  return !submitted_.empty();
 }
 
 Status Scheduler::TakeSubmissions() {

@@ -76,6 +76,7 @@ class Scheduler {
   void Run();
   Status RunUntilClosed();
   Status Step();
+  bool HasSubmissions() EXCLUDES(mutex_);
   Status TakeSubmissions();
   Status HandleFrames();
   Status CheckPeers();
