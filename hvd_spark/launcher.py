@@ -14,7 +14,15 @@ from pyspark.sql import functions as F
 
 from hvd_core import errors
 from hvd_core.config import Config
-from hvd_core.errors import HvdError, PreflightError, RankFailed, RankFailure, RowsLost, first_cause
+from hvd_core.errors import (
+    HorovodInternalError,
+    HvdError,
+    PreflightError,
+    RankFailed,
+    RankFailure,
+    RowsLost,
+    first_cause,
+)
 from hvd_core.train import Layout
 
 from . import rows, session
@@ -88,14 +96,14 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
     try:
         collected = _wait(spark, job, spec.description, counted, feed, take)
     except Exception as error:  # noqa: BLE001  raised again, translated
-        raise _translate(error, failures) from None
+        raise _translate(error, failures, spec.layout is not None) from None
     finally:
         progress.close()
         if feed is not None:
             feed.close()
     found, sent = collected
     if found.failures:
-        raised, cause = _typed(found.failures)
+        raised, cause = _typed(found.failures, spec.layout is not None)
         raise raised from cause
     missing = sorted(set(range(spec.size)) - set(found.results))
     if missing:
@@ -156,14 +164,31 @@ def _wait(
         return job.result()
 
 
-def _typed(failures: list[rows.Failure]) -> tuple[HvdError, BaseException | None]:
-    """The first cause as the exception to raise, and the rank's own exception if it can be unpickled here."""
+def _typed(failures: list[rows.Failure], fitting: bool) -> tuple[HvdError, BaseException | None]:
+    """The first cause as the exception to raise, and what to raise it from.
+
+    What hvd itself finds about rows and losses is raised as what it is; all else is a RankFailed, from the
+    rank's own exception if that can be unpickled here.
+    """
     whats = [failure.what for failure in failures]
     first = failures[whats.index(first_cause(whats))]
+    failed = RankFailed(first.what)
     kind = getattr(errors, first.what.exc_type, None)
-    if first.stage == "rows" and isinstance(kind, type) and issubclass(kind, HvdError):
-        return kind(first.what.message), None
-    return RankFailed(first.what), _unpickled(first.exception)
+    if fitting and isinstance(kind, type) and issubclass(kind, HvdError):
+        if not issubclass(kind, (RankFailed, HorovodInternalError)):
+            if first.stage == "rows":
+                return kind(_said_of_rows(failures)), None
+            return kind(first.what.message), failed
+    failed.__cause__ = _unpickled(first.exception)
+    return failed, failed.__cause__
+
+
+def _said_of_rows(failures: list[rows.Failure]) -> str:
+    """Each rank counts in its own rows, so all have something to say."""
+    said = [failure.what for failure in failures if failure.stage == "rows"]
+    if len(said) == 1:
+        return said[0].message
+    return "\n".join(f"rank {what.rank}: {what.message}" for what in said)
 
 
 def _unpickled(exception: bytes) -> BaseException | None:
@@ -180,12 +205,12 @@ _MISSING = re.compile(
 )
 
 
-def _translate(error: Exception, failures: list[rows.Failure]) -> Exception:
+def _translate(error: Exception, failures: list[rows.Failure], fitting: bool) -> Exception:
     """What to raise instead of Spark's own error about a barrier stage; other errors are the user's to
     see."""
     text = str(error)
     if failures:
-        return _typed(failures)[0]
+        return _typed(failures, fitting)[0]
     missing = _MISSING.search(text)
     if missing:
         return PreflightError(

@@ -125,7 +125,7 @@ class _Task:
         yield from self._supervise(process)
 
     def _wait(self, sources: Sequence[Any]) -> Generator[pa.RecordBatch, None, list[Any]]:
-        """Those of `sources` that are readable, perhaps none; after a second at most, as ranks must be polled.
+        """Those of `sources` that are readable, perhaps none; after a second at most: ranks must be polled.
         Yields signs of life when they are due."""
         beat_s = self.plan.beat_s
         ready = list(wait(sources, _POLL_S if beat_s is None else min(beat_s, _POLL_S)))
@@ -169,7 +169,7 @@ class _Task:
         return taken, listener, process
 
     def _endpoint_of(self, process: RankProcess) -> Generator[pa.RecordBatch, None, str]:
-        """Where the rank listens, once its template has imported its modules. Raises RankFailed if it died."""
+        """Where the rank listens, once its template has imported its modules. Raises RankFailed."""
         while process.endpoint_or_none() is None:
             end = self._hear(process)
             if isinstance(end, Failed):

@@ -1,7 +1,7 @@
 """A driver of its own, in a process of its own: `python cluster_job.py MASTER WHAT`. Prints JSON lines.
 
-WHAT: "cases" runs the acceptance cases that need separate executors; "sleep" waits to be interrupted, then runs
-again.
+WHAT: "cases" runs the acceptance cases that need separate executors; "sleep" waits to be interrupted, then
+runs again.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def two_fits(spark: Any) -> list[list[float]]:
         *(((F.col("id") * k) % 97 / 97).alias(c) for k, c in ((3, "a"), (7, "b")))
     )
     est = HorovodEstimator(
-        model=nets.OneInput(2), optimizer=nets.adam, loss=nn.MSELoss(), feature_cols=["a", "b"], label_cols="b",
-        num_proc=2, batch_size=20, epochs=3,
+        model=nets.OneInput(2), optimizer=nets.adam, loss=nn.MSELoss(), feature_cols=["a", "b"],
+        label_cols="b", num_proc=2, batch_size=20, epochs=3,
     )  # fmt: skip
     return [nets.parameters_of(est.fit(df).getModel()).tolist() for _ in range(2)]
 

@@ -32,7 +32,7 @@ def test_interpreter_without_hvd(spark: Any, interpreter: Any, tmp_path: Any) ->
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     interpreter(str(bare))
-    with pytest.raises(PreflightError, match="(?s)cannot run hvd.*ModuleNotFoundError"):
+    with pytest.raises(PreflightError, match=r"(?s)cannot run hvd.*ModuleNotFoundError"):
         hvd_spark.run(len, ("x",), num_proc=2)
 
 
@@ -72,7 +72,8 @@ def test_rows_that_get_lost_on_the_way(spark: Any, monkeypatch: Any) -> None:
     whole = rows.read
     monkeypatch.setattr(launcher.rows, "read", read)
     est = hvd_spark.HorovodEstimator(
-        model=nets.OneInput(1), optimizer=nets.sgd, loss=nn.MSELoss(), feature_cols="x", label_cols="x", num_proc=1
+        model=nets.OneInput(1), optimizer=nets.sgd, loss=nn.MSELoss(), feature_cols="x", label_cols="x",
+        num_proc=1,
     )  # fmt: skip
     with pytest.raises(RowsLost, match="sent 3 rows, the ranks took 2"):
         est.fit(spark.createDataFrame([(1.0,), (2.0,), (3.0,)], ["x"]))
