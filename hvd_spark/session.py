@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import threading
@@ -100,14 +101,31 @@ def idle_timeout_s(spark: SparkSession) -> float:
 
 
 def map_in_arrow(frame: DataFrame, function: Callable[..., Any], schema: Any, *, barrier: bool) -> DataFrame:
-    """`frame.mapInArrow` without pyspark's remark on the version of pandas, which takes no part in it."""
-    with warnings.catch_warnings():
+    """`frame.mapInArrow`, which asks for pandas in a certain version although pandas takes no part in it."""
+    with warnings.catch_warnings(), _no_pandas_needed():
         warnings.simplefilter("ignore", FutureWarning)
         return (
             frame.mapInArrow(function, schema, barrier=True)
             if barrier
             else frame.mapInArrow(function, schema)
         )
+
+
+@contextlib.contextmanager
+def _no_pandas_needed() -> Iterator[None]:
+    """Where pandas is not installed, pyspark's check for it is switched off."""
+    from pyspark.sql.pandas import functions as module
+
+    functions: Any = module
+    check = getattr(functions, "require_minimum_pandas_version", None)
+    if check is None or importlib.util.find_spec("pandas") is not None:
+        yield
+        return
+    functions.require_minimum_pandas_version = lambda: None
+    try:
+        yield
+    finally:
+        functions.require_minimum_pandas_version = check
 
 
 class Job:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -60,6 +61,11 @@ def test_collectives_and_one_rank(spark: Any) -> None:
 def test_large_results_come_in_chunks(spark: Any) -> None:
     got = hvd_spark.run(lambda n: bytes(range(256)) * n, (12_000,), num_proc=2)
     assert got == [bytes(range(256)) * 12_000] * 2
+
+
+def test_pandas_is_not_needed(spark: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
 
 
 def test_a_rank_has_the_threads_of_its_task(spark: Any) -> None:
