@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import InvalidArgument
@@ -20,11 +20,11 @@ class Config:
     #: Fused batches hold at most this many bytes; 0 turns fusion off.
     fusion_bytes: int = 8 << 20
     #: Tensors outside the arena pass through it in chunks of this many bytes (two are in flight).
-    chunk_bytes: int = 256 << 10
+    chunk_bytes: int = field(default=256 << 10, metadata={"least": 64})
     #: Every rank must have connected after this many seconds.
     connect_timeout_s: float = 60.0
     #: A peer from which nothing was heard for this long is lost.
-    peer_timeout_s: float = 30.0
+    peer_timeout_s: float = field(default=30.0, metadata={"least": 0.01})
     #: A collective that some ranks have not submitted is reported after this long ...
     stall_warn_s: float = 30.0
     #: ... and aborts the Group after this long; 0 waits for ever.
@@ -40,6 +40,12 @@ class Config:
     shard_memory_bytes: int = 0
     #: Where larger shards are written (unlinked at once); "" is the platform's local directory.
     shard_dir: str = ""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata.get("least", 0)
+            if not isinstance(f.default, str) and not value >= least:  # also NaN
+                raise InvalidArgument(f"{f.name}={value!r} must be at least {least:g}")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Config:

@@ -22,6 +22,7 @@ class World:
 
     def connect(self, config: Config | None = None) -> Group:
         """A Group of all ranks; every rank calls it as often as the others. See `Group.connect`."""
+        config = config or Config.from_env()  # a bad setting here must not put this rank's count off
         epoch, self._epoch = self._epoch, self._epoch + 1
         return Group.connect(
             self.listener, self.endpoints, rank=self.rank, token=self.token, epoch=epoch, config=config
