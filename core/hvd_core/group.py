@@ -36,6 +36,9 @@ Average, Sum, Adasum, Min, Max, Product = ReduceOp
 # core/src/scheduler/request.h: enum Op
 _ALLREDUCE, _ALLGATHER, _BROADCAST, _BARRIER = range(4)
 
+#: Done handles that nobody waited for are dropped when so many are kept, or twice what the last time left.
+_SWEEP_AT_LEAST = 256
+
 
 class Listener:
     """The sockets where a rank can be reached, bound before anyone is told and open until `close()`.
@@ -96,10 +99,14 @@ class Handle:
         `CollectiveTimeout` after `timeout_s` seconds; the collective then goes on, and `wait()` may be called
         again. Ctrl-C gets through.
         """
-        if not self._native.wait(timeout_s):
-            raise CollectiveTimeout(f"'{self._name}' is not done after {timeout_s:g} s")
-        self._group._forget(self)
-        self._arrays = []
+        self._group._check_process()
+        try:
+            if not self._native.wait(timeout_s):
+                raise CollectiveTimeout(f"'{self._name}' is not done after {timeout_s:g} s")
+        finally:
+            if self._native.done():
+                self._group._forget(self)
+                self._arrays = []
         return self._result(self._native) if callable(self._result) else self._result
 
 
@@ -115,6 +122,7 @@ class Group:
         self._native = native
         self._pid = os.getpid()
         self._pending: set[Handle] = set()
+        self._sweep_at = _SWEEP_AT_LEAST
         self._closed = False
         self.rank: int = native.rank
         self.size: int = native.size
@@ -321,11 +329,18 @@ class Group:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _check(self) -> None:
+    def __del__(self) -> None:
+        # Before a garbage collection frees the arrays of a Group and its handles: its thread writes to them.
+        self.close()
+
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise InvalidArgument(
                 "this Group belongs to the process that this one was forked from; connect a new one"
             )
+
+    def _check(self) -> None:
+        self._check_process()
         if self._closed:
             raise GroupClosed("the Group is closed")
 
@@ -345,8 +360,9 @@ class Group:
     def _keep(self, native: _native.Handle, name: str, arrays: list[Any], result: Any) -> Handle:
         handle = Handle(native, self, name, arrays, result)
         self._pending.add(handle)
-        if len(self._pending) > 256:  # of callers that never wait
+        if len(self._pending) > self._sweep_at:  # of callers that never wait
             self._pending.difference_update([pending for pending in list(self._pending) if pending.done()])
+            self._sweep_at = max(_SWEEP_AT_LEAST, 2 * len(self._pending))
         return handle
 
     def _forget(self, handle: Handle) -> None:
