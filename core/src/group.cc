@@ -5,6 +5,9 @@
 namespace hvd {
 namespace {
 
+// Names travel with every announcement and are printed in errors.
+constexpr size_t kMaxNameBytes = 4096;
+
 std::string RanksElsewhere(const std::vector<Endpoint>& endpoints, int rank) {
   const Endpoint& mine = endpoints[static_cast<size_t>(rank)];
   std::string text;
@@ -41,8 +44,10 @@ Status ShareControlSegments(Exchange& exchange, Arena& arena, Clock::time_point 
     }
     if (arena.complete()) break;
     HVD_RETURN_IF_ERROR(exchange.lost());
-    if (const int left = exchange.FirstLeft(); left >= 0) {
-      return Status(Code::kShutdown, "rank " + std::to_string(left) + " left while connecting");
+    for (int peer = 0; peer < arena.size(); ++peer) {
+      // A rank that has shared its memory may be done already, while we still wait for another one.
+      if (exchange.HasLeft(peer) && !arena.HasControl(peer))
+        return Status(Code::kShutdown, "rank " + std::to_string(peer) + " left while connecting");
     }
     if (Clock::now() >= deadline)
       return Status(Code::kTimeout, "a rank did not share its memory within connect_timeout_s");
@@ -97,6 +102,10 @@ Result<std::unique_ptr<Group>> Group::Connect(Listener* listener,
 
 Status Group::Check(const Request& request) const {
   if (request.name.empty()) return Status(Code::kInvalid, "a collective needs a name");
+  if (request.name.size() > kMaxNameBytes) {
+    return Status(Code::kInvalid, "a name of " + std::to_string(request.name.size()) + " bytes; at most " +
+                                      std::to_string(kMaxNameBytes) + " are sent");
+  }
   if (request.op == Op::kBroadcast && (request.root < 0 || request.root >= size_)) {
     return Status(Code::kInvalid, "root " + std::to_string(request.root) + " is not a rank; there are " +
                                       std::to_string(size_));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import select
 import time
 
@@ -43,9 +44,9 @@ def is_done_within(group: Group, name: str, timeout_s: float) -> bool:
         return False
 
 
-def wait_in_vain(group: Group, name: str) -> tuple[str, str, float]:
+def wait_in_vain(group: Group, name: str, timeout_s: float | None = None) -> tuple[str, str, float]:
     try:
-        add(group, name)
+        group.allreduce(np.ones(1000), name=name, timeout_s=timeout_s)
     except (PeerLost, Aborted, GroupClosed, CollectiveTimeout) as error:
         return type(error).__name__, str(error), time.monotonic()
     return "", "", time.monotonic()
@@ -75,6 +76,15 @@ def disagree(group: Group) -> str:
     try:
         group.allreduce(array, name="grad/fc1.weight")
     except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def gather_more_than_memory(group: Group) -> str:
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    try:
+        group.allgather(np.zeros(3 << 29, np.uint8), name="rows")
+    except Aborted as error:
         return str(error)
     return ""
 

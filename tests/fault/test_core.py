@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_core import Config, Group, Listener
@@ -22,6 +24,7 @@ from .calls import (
     add_until_it_fails,
     close,
     disagree,
+    gather_more_than_memory,
     hold_the_gil_then_add,
     is_done_within,
     start_adding,
@@ -150,6 +153,15 @@ def test_a_mismatch_reaches_all_and_the_group_lives_on() -> None:
         assert [rank.result() for rank in ranks] == [2, 2]
 
 
+def test_a_result_without_memory_is_an_error_on_all_ranks() -> None:
+    with connected_ranks(2) as ranks:
+        for rank in ranks:
+            rank.start(gather_more_than_memory)
+        for rank in ranks:
+            text = rank.result()
+            assert "no memory for the 3221225472 bytes of allgather 'rows'" in text
+
+
 # -- strangers ------------------------------------------------------------------------------------------
 
 
@@ -180,6 +192,22 @@ def test_strangers_are_dropped_and_counted_and_the_job_goes_on() -> None:
         assert [rank.result() for rank in ranks] == [2, 2]
         for stranger in strangers:
             stranger.close()
+
+
+def test_descriptors_of_strangers_are_closed() -> None:
+    here, nobody = Listener.bind(), Listener.bind()
+    _, name = _addresses(here.endpoint)
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.connect(name)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        socket.send_fds(stranger, [b"1234"], [0, 1])
+    with pytest.raises(CollectiveTimeout):
+        Group.connect(
+            here, [here.endpoint, nobody.endpoint], rank=0, token=b"t", config=Config(connect_timeout_s=0.2)
+        )
+    stranger.close()
+    assert len(os.listdir("/proc/self/fd")) < before
 
 
 def test_a_wrong_token_is_refused_by_name() -> None:
@@ -213,6 +241,33 @@ def test_a_wrong_interface_lists_the_right_ones() -> None:
 
 
 # -- nothing is left ------------------------------------------------------------------------------------
+
+
+def test_ranks_that_connect_and_leave_at_once_do_not_disturb_each_other() -> None:
+    listeners = [Listener.bind() for _ in range(4)]
+    endpoints = [listener.endpoint for listener in listeners]
+    errors: list[Exception] = []
+
+    def rank(index: int) -> None:
+        try:
+            for epoch in range(100):
+                Group.connect(
+                    listeners[index],
+                    endpoints,
+                    rank=index,
+                    token=b"t",
+                    epoch=epoch,
+                    config=Config(connect_timeout_s=5),
+                ).close()
+        except Exception as error:  # noqa: BLE001 - shown by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
 
 
 def _pair_of_groups(epoch: int, listeners: list[Listener]) -> list[float]:
@@ -254,20 +309,45 @@ def test_ten_groups_one_after_another_leave_nothing() -> None:
 def test_a_forked_group_refuses_to_work() -> None:
     group = Group.solo()
     read, write = os.pipe()
+    handle = group.allreduce_async(np.ones(3), name="before")
     pid = os.fork()
     if pid == 0:
         try:
-            add(group)
-        except InvalidArgument as error:
-            os.write(write, str(error).encode())
+            for use in (lambda: add(group), handle.wait):
+                try:
+                    use()
+                except InvalidArgument as error:
+                    os.write(write, str(error).encode())
+            del use, handle, group  # ends nothing of the parent's and waits for nothing
+            gc.collect()
+            os.write(write, b"END")
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    assert b"forked" in os.read(read, 1000)
+    said = os.read(read, 1000)
+    assert said.count(b"forked") == 2
+    assert said.endswith(b"END")
+    assert handle.wait().sum() == 3
     os.close(read)
     os.close(write)
     assert add(group) == 1
     group.close()
+
+
+def test_for_ever_is_a_deadline_too() -> None:
+    ever = float("inf")
+    config = Config(connect_timeout_s=ever, peer_timeout_s=ever, stall_shutdown_s=ever)
+    with connected_ranks(2, **vars(config)) as ranks:
+        ranks[0].start(wait_in_vain, "x", ever)
+        assert not ranks[0].pipe.poll(0.2)
+        ranks[1].call(abort, "enough")
+        assert ranks[0].result()[:2] == ("Aborted", "enough")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000])
+def test_a_name_has_a_length(name: str) -> None:
+    with Group.solo() as group, pytest.raises(InvalidArgument, match="name"):
+        add(group, name)
 
 
 def test_ctrl_c_ends_a_wait() -> None:

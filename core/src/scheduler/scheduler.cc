@@ -3,8 +3,10 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "base/log.h"
 #include "transport/wire.h"
@@ -31,7 +33,8 @@ Scheduler::Scheduler(const SchedulerOptions& options, std::unique_ptr<Exchange> 
       collectives_(arena_.get(), [this](int awaited_rank) { return Tick(awaited_rank); }),
       negotiator_(options.size, options.fusion_nbytes),
       next_stall_check_(Clock::now() + kStallCheckEvery),
-      death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+      death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      pid_(::getpid()) {
   // Signals are for the threads of the program.
   sigset_t all, before;
   ::sigfillset(&all);
@@ -74,6 +77,10 @@ void Scheduler::Abort(const std::string& reason) {
 }
 
 void Scheduler::Close() {
+  if (::getpid() != pid_) {  // forked: the thread, and who holds the mutexes, is in the parent
+    if (thread_.joinable()) static_cast<void>(new std::thread(std::move(thread_)));  // can only be leaked
+    return;
+  }
   MutexLock closing(close_mutex_);
   {
     MutexLock lock(mutex_);
@@ -159,6 +166,11 @@ Status Scheduler::TakeSubmissions() {
 Status Scheduler::HandleFrames() {
   while (std::optional<Frame> frame = exchange_->Next()) {
     const std::string from = "rank " + std::to_string(frame->peer);
+    const bool from_coordinator = frame->peer == 0;
+    if ((frame->kind == FrameKind::kAnnounce && !IsCoordinator()) ||
+        (frame->kind == FrameKind::kDecide && !from_coordinator)) {
+      return Status(Code::kPeerLost, from + " sent what only goes to or comes from rank 0");
+    }
     switch (frame->kind) {
       case FrameKind::kAnnounce: {
         auto requests = ParseRequests(frame->payload);
@@ -185,7 +197,7 @@ Status Scheduler::HandleFrames() {
       case FrameKind::kAbort: {
         Reader in(frame->payload);
         const auto code = static_cast<Code>(in.Get<uint8_t>());
-        return Status(code, in.GetString());
+        return Status(code == Code::kOk ? Code::kAborted : code, in.GetString());
       }
       case FrameKind::kBye:
       case FrameKind::kBeat:
@@ -294,7 +306,10 @@ Status Scheduler::Resolve(const Round& round, std::vector<Submission*>* submissi
       const Request& request = (*submissions)[tensor.decision]->request;
       if (tensor.member >= request.members.size()) return broken;
       if (request.op == Op::kAllreduce && decision.places.size() != request.members.size()) return broken;
-      if (request.op == Op::kAllgather && decision.rows.size() != request.members.size()) return broken;
+      if (request.op == Op::kAllgather &&
+          (decision.rows.size() != request.members.size() ||
+           decision.rows[tensor.member].size() != static_cast<size_t>(options_.size)))
+        return broken;
     }
   }
   return Status::Ok();
@@ -404,8 +419,12 @@ Status Scheduler::RunAllgather(Submission& submission, uint32_t index, const std
     gathered.shape[0] += n;
     nbytes.push_back(static_cast<size_t>(n) * row_nbytes);
   }
-  gathered.data =
-      std::shared_ptr<std::byte[]>(new std::byte[static_cast<size_t>(gathered.shape[0]) * row_nbytes + 1]);
+  const size_t total = static_cast<size_t>(gathered.shape[0]) * row_nbytes;
+  gathered.data = std::shared_ptr<std::byte[]>(new (std::nothrow) std::byte[total + 1]);
+  if (gathered.data == nullptr) {
+    return Status(Code::kAborted, "rank " + std::to_string(options_.rank) + " has no memory for the " +
+                                      std::to_string(total) + " bytes of " + doing_);
+  }
   HVD_RETURN_IF_ERROR(collectives_.Gather(submission.buffers[index].in, gathered.data.get(), nbytes));
   auto& results = submission.handle->results();
   results.resize(submission.request.members.size());

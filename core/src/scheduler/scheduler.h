@@ -118,6 +118,7 @@ class Scheduler {
 
   Counters counters_;
   UniqueFd death_;
+  const pid_t pid_;
   Mutex close_mutex_;
   std::thread thread_;
 };

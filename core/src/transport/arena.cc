@@ -78,11 +78,17 @@ Result<std::shared_ptr<Segment>> Segment::Create(size_t nbytes) {
 }
 
 Result<std::shared_ptr<Segment>> Segment::Map(UniqueFd fd, size_t nbytes) {
+  if (!fd.valid()) {
+    return Status(Code::kInvalid,
+                  "the descriptor of a peer's segment did not arrive: too many open files here (ulimit -n)?");
+  }
   struct stat about{};
   if (::fstat(fd.get(), &about) != 0 || static_cast<size_t>(about.st_size) < nbytes || nbytes == 0) {
     return Status(Code::kInvalid, "a peer's segment is smaller than announced");
   }
-  return MapShared(std::move(fd), nbytes);
+  auto segment = MapShared(std::move(fd), nbytes);
+  if (segment.ok()) segment.value()->fd_.Reset();  // only its owner passes it on
+  return segment;
 }
 
 Result<std::shared_ptr<Segment>> Segment::MapShared(UniqueFd fd, size_t nbytes) {
@@ -112,10 +118,13 @@ Arena::Arena(int rank, int size, size_t chunk_nbytes, bool eager_cpus)
       segments_(static_cast<size_t>(size)) {}
 
 Status Arena::AddSegment(int rank, uint32_t number, std::shared_ptr<Segment> segment) {
+  // Never replaced: a step may be waiting in it.
+  const Status twice(Code::kInvalid, "rank " + std::to_string(rank) + " announced a segment twice");
   if (number != 0) {
-    segments_[static_cast<size_t>(rank)][number] = std::move(segment);
-    return Status::Ok();
+    const bool is_new = segments_[static_cast<size_t>(rank)].emplace(number, std::move(segment)).second;
+    return is_new ? Status::Ok() : twice;
   }
+  if (HasControl(rank)) return twice;
   if (segment->nbytes() != control_->nbytes()) {
     return Status(Code::kInvalid, "rank " + std::to_string(rank) + " has another chunk_bytes than rank " +
                                       std::to_string(rank_) +

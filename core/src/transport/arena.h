@@ -28,7 +28,7 @@ class Segment {
 
   std::byte* data() const { return data_; }
   size_t nbytes() const { return nbytes_; }
-  int fd() const { return fd_.get(); }
+  int fd() const { return fd_.get(); }  // of the owner; -1 where it was mapped
   bool Contains(const void* at, size_t nbytes) const {
     const auto* p = static_cast<const std::byte*>(at);
     return p >= data_ && nbytes <= nbytes_ && p + nbytes <= data_ + nbytes_;
@@ -74,6 +74,7 @@ class Arena {
 
   const std::shared_ptr<Segment>& control() const { return control_; }
   size_t control_nbytes() const { return control_->nbytes(); }
+  bool HasControl(int rank) const { return controls_[static_cast<size_t>(rank)] != nullptr; }
   bool complete() const;  // every rank's control segment is there
 
   int rank() const { return rank_; }

@@ -36,8 +36,11 @@ UniqueFd ConnectUnix(const std::string& name) {
   if (!fd.valid() || name.size() + 1 > sizeof address.sun_path) return {};
   std::memcpy(address.sun_path + 1, name.data(), name.size());
   const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) return {};
-  return fd;
+  if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0) return fd;
+  const int why = errno;
+  fd.Reset();
+  errno = why;
+  return {};
 }
 
 // The connection may still be in progress; poll tells.
@@ -211,6 +214,7 @@ class Bootstrap {
     if (MayShareHost(endpoint) && !target.tried_unix) {
       fd = ConnectUnix(endpoint.unix_name);
       unix_socket = fd.valid();
+      if (!unix_socket && errno == EAGAIN) return;  // its backlog is full, which says nothing about the host
       target.tried_unix = !unix_socket;
     }
     if (!fd.valid() && !endpoint.addresses.empty()) {

@@ -236,13 +236,6 @@ void Exchange::PutBack(std::vector<Frame> frames) {
                 std::make_move_iterator(frames.end()));
 }
 
-int Exchange::FirstLeft() const {
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (HasLeft(peer)) return peer;
-  }
-  return -1;
-}
-
 int Exchange::FirstOnOtherHost() const {
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     const Peer& p = peers_[static_cast<size_t>(peer)];

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -13,8 +14,11 @@ namespace hvd {
 
 using Clock = std::chrono::steady_clock;
 
+// "For ever" (infinity, 1e300) is thirty years, so that a deadline can be reckoned with.
 inline Clock::duration Seconds(double seconds) {
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  constexpr double kForEver = 1e9;
+  const double bounded = seconds < kForEver ? std::max(seconds, -kForEver) : kForEver;
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
 }
 
 enum class FrameKind : uint8_t {
@@ -61,8 +65,6 @@ class Exchange {
   const Status& lost() const { return lost_; }
   int lost_peer() const { return lost_peer_; }
   bool HasLeft(int peer) const { return peers_[static_cast<size_t>(peer)].state == State::kLeft; }
-  // The lowest peer that closed the Group, or -1.
-  int FirstLeft() const;
   // The lowest peer whose link is not one inside this host, or -1.
   int FirstOnOtherHost() const;
 

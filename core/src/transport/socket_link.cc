@@ -55,7 +55,8 @@ Result<size_t> SocketLink::TryRecv(std::span<std::byte> bytes, UniqueFd* passed_
   message.msg_iovlen = 1;
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   message.msg_control = control;
-  message.msg_controllen = sizeof control;
+  message.msg_controllen =
+      CMSG_LEN(sizeof(int));  // the padding would hold a second one, which we'd not close
   const ssize_t received = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (received < 0) {
     if (WouldBlock(errno)) return size_t{0};
