@@ -147,6 +147,7 @@ def fit_net(train: DataFrame, facts: TrainFacts, epochs: int, num_proc: int) -> 
         model=DelayNet(facts),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=2e-3),
         loss=nn.L1Loss(),
+        lr_schedule=lambda epoch: 0.6**epoch,
         feature_cols=[*IDS, *NUMBERS],
         input_columns=[*IDS, NUMBERS],
         label_cols=[LABEL],
@@ -223,6 +224,7 @@ def draw(history: list[dict], hours: list[Row], path: Path) -> None:
     }
     with plt.rc_context(style):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), dpi=150, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         figure.suptitle("Arrival delay of New York flights, 2013", fontsize=16, x=0.01, ha="left")
 
         epochs = range(1, len(history) + 1)
