@@ -143,6 +143,26 @@ def _prints() -> None:
     sys.stdout.write("no end")
 
 
+def test_a_driver_without_standard_streams(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, hvd_core\n"
+        "ranks = hvd_core.run(os.getpid, num_proc=2)\n"
+        "open('done', 'w').write(str(len(ranks)))\n"
+    )
+    closed = 'exec "$0" job.py <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", closed, sys.executable], cwd=tmp_path, timeout=60, check=True)
+    assert (tmp_path / "done").read_text() == "2"
+
+
+def test_a_path_in_sys_path_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert run(_sys_path_end, num_proc=1) == [str(tmp_path)]
+
+
+def _sys_path_end() -> str:
+    return sys.path[-1]
+
+
 def test_output_line_by_line_with_the_rank() -> None:
     file = io.StringIO()
     run(_prints, num_proc=2, output=file)

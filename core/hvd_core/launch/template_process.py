@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -49,7 +50,7 @@ class Template:
         Raises LaunchFailed when no process can be started.
         """
         environ = dict(os.environ) | dict(env or {})
-        ours, theirs = socket.socketpair()
+        ours, theirs = _pair()
         stderr = os.memfd_create("hvd-template-stderr", os.MFD_CLOEXEC)
         try:
             process = subprocess.Popen(
@@ -71,9 +72,10 @@ class Template:
         self = cls(process, wire.Channel(ours), stderr)
         setup = {
             "env": environ,
-            "sys_path": list(sys.path if sys_path is None else sys_path),
+            # Who puts a Path there finds that Python ignores it; we need not fail.
+            "sys_path": [os.fsdecode(entry) for entry in (sys.path if sys_path is None else sys_path)],
             "cwd": _working_directory(),
-            "argv": sys.argv,
+            "argv": [str(word) for word in sys.argv],
             "preload": list(preload),
         }
         try:
@@ -177,6 +179,15 @@ class Template:
         return f"the process that ranks are forked from {how}" + (
             f":\n{said.strip()}" if said.strip() else ""
         )
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Connected sockets; the second can be passed on also when our standard streams are closed, and a new
+    descriptor gets one of their numbers."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        high = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+    return ours, socket.socket(fileno=high)
 
 
 def exec_env(environ: Mapping[str, str]) -> dict[str, str]:
