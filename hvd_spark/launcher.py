@@ -78,6 +78,7 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         progress.take(record)
 
     idle_s = session.idle_timeout_s(spark)
+    config = Config.from_env()
     plan = JobPlan(
         spec.size,
         token,
@@ -85,8 +86,8 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         layout=spec.layout,
         preload=spec.preload,
         sys_path=session.import_path(spark),
-        env=spec.env,
-        config=Config.from_env(),
+        env={**config.to_env(), **spec.env},
+        config=config,
         feed=None if feed is None else feed.address,
         beat_s=idle_s / 3 if idle_s > 0 else None,
     )

@@ -66,5 +66,15 @@ class Config:
                 raise InvalidArgument(f"{key}={text!r} is not {_KINDS[kind]}") from None
         return cls(**values)
 
+    def to_env(self) -> dict[str, str]:
+        """The variables from which `from_env` makes this again, for a rank on another machine."""
+        defaults = type(self)()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            f"HVD_{name.upper()}": str(value)
+            for name, value in values.items()
+            if value != getattr(defaults, name)
+        }
+
 
 _KINDS = {int: "a whole number", float: "a number of seconds", str: "a string"}

@@ -217,6 +217,8 @@ nb::dict Stats(const Group& group) {
 
 NB_MODULE(_native, m) {
   m.doc() = "The C++ core of hvd; use hvd_core.group.";
+  // A process that ends with a Group open has lost nothing; its user need not read about it.
+  nb::set_leak_warnings(false);
 
   nb::class_<Listener>(m, "Listener")
       .def_static(
