@@ -207,6 +207,7 @@ std::vector<std::unique_ptr<Arena>> ConnectedArenas(int size, size_t chunk_nbyte
     arenas.push_back(Arena::Create(rank, size, chunk_nbytes, false).value());
   for (auto& arena : arenas) {
     for (int peer = 0; peer < size; ++peer) {
+      if (peer == arena->rank()) continue;  // has its own already
       CHECK(arena->AddSegment(peer, 0, arenas[static_cast<size_t>(peer)]->control()).ok());
     }
     CHECK(arena->complete());

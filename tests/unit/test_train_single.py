@@ -509,16 +509,16 @@ def test_callbacks_progress_and_stop() -> None:
 
 
 def test_fit_leaves_no_thread_and_no_descriptor() -> None:
+    import gc
     import os
     import threading
 
     fit_local(quick(), regression())
+    gc.collect()  # what earlier tests left
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
     fit_local(quick(validation=0.2, epochs=5), regression())
     with pytest.raises(errors.LossError):
         fit_local(quick(model=mlp(2)), regression())
-    import gc
-
     gc.collect()
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == fds
