@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -147,6 +148,14 @@ def test_nulls_are_counted_or_filled(x: Any, filled: Any) -> None:
         pack(plan(table, null_value={"y": 7}), table)
 
 
+def test_a_null_value_need_not_fit_the_type_of_the_column() -> None:
+    small = with_y(pa.array([None, 200], pa.uint8()))
+    assert pack(plan(small, null_value=-1), small).block(0).tolist() == [[-1], [200]]
+    large = with_y(pa.array([None, 2], pa.uint64()))
+    with pytest.raises(DataError, match="'x' with null_value -1"):
+        pack(plan(large, null_value=-1), large)
+
+
 def test_ragged_rows_name_the_column_and_both_shapes() -> None:
     ragged = with_y(pa.array([[1.0, 2.0], [3.0]]))
     with pytest.raises(DataError, match=r"'x'.*\(2,\).*\(1,\)"):
@@ -173,6 +182,13 @@ def test_values_that_do_not_fit_are_named() -> None:
         pack(plan(table, classes=True), table)
     with pytest.raises(DataError, match=r"'w'.*-1"):
         pack(plan(table, sample_weight_col="w"), table)
+    for value in (math.inf, 1e300):
+        wide = table.set_column(1, "y", pa.array([0.0, value]))
+        with pytest.raises(DataError, match=r"'y' must hold whole numbers.*(inf|1e\+300)"):
+            pack(plan(wide, classes=True), wide)
+    with pytest.raises(DataError, match=r"'w'.*inf"):
+        wide = table.set_column(2, "w", pa.array([1.0, math.inf]))
+        pack(plan(wide, sample_weight_col="w"), wide)
     with pytest.raises(DataError, match=r"'v'.*2"):
         pack(plan(table, validation="v"), table)
     big = with_y(pa.array([2**63], pa.uint64()))

@@ -55,7 +55,11 @@ class Packer:
         if column.kind in ("binary", "unsupported"):
             return np.array([*values.to_pylist(), None], dtype=object)[:-1]
         fill = self._layout.null_value_of(column.name)
-        rows, nulls = to_rows(column, values, fill, self._layout.shapes.get(column.name))
+        try:
+            rows, nulls = to_rows(column, values, fill, self._layout.shapes.get(column.name))
+        except (pa.ArrowInvalid, OverflowError) as error:
+            with_fill = "" if fill is None else f" with null_value {fill!r}"
+            raise DataError(f"column {column.name!r}{with_fill}: {error}") from error
         if nulls and fill is None:
             self._nulls[column.name] = self._nulls.get(column.name, 0) + nulls
         return rows
@@ -109,7 +113,7 @@ def _check_values(block: Block, name: str, values: np.ndarray, dtype: str) -> No
             f"column {name!r} holds {values.dtype} and not numbers; transform_fn must make numbers of it"
         )
     if dtype.startswith("int") and values.dtype.kind == "f":
-        wrong = ~(np.floor(values) == values)
+        wrong = ~((np.floor(values) == values) & (np.abs(values) < 2.0**63))
         if wrong.any():
             raise DataError(
                 f"column {name!r} must hold whole numbers ({block.role} of dtype {dtype}) but has "
@@ -117,9 +121,9 @@ def _check_values(block: Block, name: str, values: np.ndarray, dtype: str) -> No
             )
     if dtype == "int64" and values.dtype == np.uint64 and (values > np.iinfo(np.int64).max).any():
         raise DataError(f"column {name!r} holds {values.max()}, which does not fit int64")
-    if block.role == "weight" and not (values >= 0).all():
+    if block.role == "weight" and (wrong := ~((values >= 0) & np.isfinite(values))).any():
         raise DataError(
-            f"weight column {name!r} holds {values[~(values >= 0)][0]}; weights must be 0 or more"
+            f"weight column {name!r} holds {values[wrong][0]}; weights must be 0 or more, and finite"
         )
     if block.role == "validation" and not np.isin(values, (0, 1)).all():
         raise DataError(
@@ -210,6 +214,8 @@ def _numbers(values: pa.Array, fill: float) -> tuple[np.ndarray, int]:
         whole = float(fill).is_integer()
         if pt.is_integer(values.type) and not whole:
             values = values.cast(pa.float64())
+        elif pt.is_integer(values.type) and not pt.is_uint64(values.type):
+            values = values.cast(pa.int64())  # else -1 would not fit uint8
         value = (
             bool(fill)
             if pt.is_boolean(values.type)
