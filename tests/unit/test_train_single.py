@@ -431,11 +431,20 @@ def test_a_nan_loss_names_rank_epoch_step_and_column() -> None:
         (lambda o, y: o.mean(0).repeat(3), "mean", r"shape \(3,\)"),
         (lambda o, y: o.mean(), "custom", "numerator, denominator"),
         (lambda o, y: o.mean() * float("nan"), "mean", "loss is nan"),
+        (lambda o, y: o.detach().mean(), "mean", "does not depend on the model's parameters"),
     ],
 )
 def test_losses_that_are_none_are_named(loss: Any, reduction: Any, text: str) -> None:
     with pytest.raises(errors.LossError, match=f"rank 0, epoch 0, step 0: .*{text}"):
         fit_local(quick(loss=loss, loss_reduction=reduction), regression())
+
+
+def test_a_model_that_does_not_take_its_inputs_says_what_it_was_given() -> None:
+    table = pa.table({"n": [1, 2, 3], "y": [0.0, 1.0, 2.0]})
+    spec = quick(model=nn.Linear(1, 1), feature_cols=["n"])
+    with pytest.raises(errors.ColumnError, match=r"int64 \(1, 1\): .*dtypes="):
+        fit_local(spec, table)
+    fit_local(quick(model=nn.Linear(1, 1), feature_cols=["n"], dtypes={"n": "float32"}), table)
 
 
 def test_losses_that_cannot_be_reduced_are_refused_before_training() -> None:

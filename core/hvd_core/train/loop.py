@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DataError, InvalidArgument, RanksDiverged, RowsLost
+from ..errors import ColumnError, DataError, InvalidArgument, RanksDiverged, RowsLost
 from .batches import Batches, Request
 from .framework import Batch, Framework, Totals, framework_for
 from .order import EpochPlan, RowSplit, rows_in_use, split_rows, validation_counts
@@ -165,10 +165,21 @@ class _Loop:
         if self._ranks.rank == root:
             request = Request(0, np.zeros(1, np.int64), 1)
             with Batches(self._shard, iter([request]), largest=1, prefetch=1) as batches:
-                outputs = self._framework.predict(next(batches).inputs)
+                outputs = self._first_outputs(next(batches).inputs)
             data = json.dumps([[o.dtype.name, o.shape[1:]] for o in outputs]).encode()
         found = json.loads(self._ranks.broadcast(data, root, "outputs"))
         return tuple(OutputSpec(dtype, tuple(shape)) for dtype, shape in found)
+
+    def _first_outputs(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        try:
+            return self._framework.predict(inputs)
+        except RuntimeError as error:  # what frameworks raise for shapes and dtypes that do not go together
+            blocks = [self._shard.blocks[i] for i in self._shard.of_role("input")]
+            given = ", ".join(f"{b.name} {x.dtype} {x.shape}" for b, x in zip(blocks, inputs, strict=True))
+            hint = "; dtypes={column: 'float32'} makes floats of whole numbers" if "int64" in given else ""
+            raise ColumnError(
+                f"the model does not take one row of its inputs, {given}: {error}{hint}"
+            ) from error
 
     # -- epochs --
 

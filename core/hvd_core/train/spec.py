@@ -194,6 +194,9 @@ class TrainSpec:
         return "\n".join([*lines, ")"])
 
 
+#: Keys of a history entry that are not metrics.
+_HISTORY = {"epoch", "loss", "rows", "steps", "lr", "seconds", "data", "compute", "communication"}
+_EVENTS = ("on_train_begin", "on_batch_end", "on_epoch_end", "on_train_end")
 _ALWAYS_SHOWN = {"feature_cols", "label_cols", "epochs", "seed"}
 _UNSAID: tuple[Any, ...] = (None, (), {}, 0, 0.0, False)
 
@@ -277,9 +280,19 @@ def _check_what(spec: TrainSpec) -> None:
     for loss in spec.losses:
         if not callable(loss):
             raise InvalidArgument(f"loss must be callable, not {type(loss).__name__} {loss!r}")
+        if isinstance(loss, type):
+            raise InvalidArgument(f"loss is the class {loss.__name__}; give an instance: {loss.__name__}()")
+    taken = _HISTORY | {f"{label}_loss" for label in spec.label_cols}
     for name, metric in spec.metrics.items():
         if not callable(metric):
             raise InvalidArgument(f"metric {name!r} must be callable, not {type(metric).__name__}")
+        if name in taken or name.startswith("val_"):
+            raise InvalidArgument(f"metric {name!r}: the history has an entry of that name; choose another")
+    for callback in spec.callbacks:
+        if not callable(callback) and not any(hasattr(callback, event) for event in _EVENTS):
+            raise InvalidArgument(
+                f"callback {callback!r} is neither a function nor has any of {', '.join(_EVENTS)}"
+            )
     if spec.lr_schedule is not None and not (
         isinstance(spec.lr_schedule, Scheduler) or callable(spec.lr_schedule)
     ):
@@ -319,6 +332,15 @@ def _check_columns(spec: TrainSpec) -> None:
     unused = [n for n in spec.feature_cols if n not in spec.input_names]
     if unused:
         raise InvalidArgument(f"feature columns {unused} are in no entry of input_columns")
+    if isinstance(spec.null_value, Mapping):
+        extra = [c for c in (spec.sample_weight_col, spec.validation) if isinstance(c, str)]
+        used = {*spec.feature_cols, *spec.label_cols, *spec.transform_cols, *extra}
+        if unknown := [name for name in spec.null_value if name not in used]:
+            raise InvalidArgument(f"null_value names {unknown}, which are not columns that are used")
+    fills = spec.null_value.values() if isinstance(spec.null_value, Mapping) else [spec.null_value]
+    for fill in fills:
+        if fill is not None and (isinstance(fill, (str, bytes)) or not hasattr(fill, "__float__")):
+            raise InvalidArgument(f"null_value must be a number or {{column: number}}, not {fill!r}")
     if len(spec.losses) > 1 and len(spec.losses) != len(spec.label_cols):
         raise InvalidArgument(
             f"{len(spec.losses)} losses for {len(spec.label_cols)} label columns; give one or as many"

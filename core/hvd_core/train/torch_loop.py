@@ -152,6 +152,8 @@ class TorchFramework:
             loss = self._objective.loss(
                 outputs, [y[part] for y in labels], part_weight, bases, batch.rows, totals
             )
+            if not loss.requires_grad:
+                raise LossError("the loss does not depend on the model's parameters: is something detached?")
             self._check_finite(loss, batch)
             self._backward(loss)
         self._apply(totals)
