@@ -186,8 +186,8 @@ def test_values_that_do_not_fit_are_named() -> None:
         wide = table.set_column(1, "y", pa.array([0.0, value]))
         with pytest.raises(DataError, match=r"'y' must hold whole numbers.*(inf|1e\+300)"):
             pack(plan(wide, classes=True), wide)
+    wide = table.set_column(2, "w", pa.array([1.0, math.inf]))
     with pytest.raises(DataError, match=r"'w'.*inf"):
-        wide = table.set_column(2, "w", pa.array([1.0, math.inf]))
         pack(plan(wide, sample_weight_col="w"), wide)
     with pytest.raises(DataError, match=r"'v'.*2"):
         pack(plan(table, validation="v"), table)
