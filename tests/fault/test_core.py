@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -348,6 +350,34 @@ def test_for_ever_is_a_deadline_too() -> None:
 def test_a_name_has_a_length(name: str) -> None:
     with Group.solo() as group, pytest.raises(InvalidArgument, match="name"):
         add(group, name)
+
+
+@pytest.mark.parametrize("closing", ["", "import atexit; atexit.register(lambda: groups[0].close())"])
+def test_a_daemon_thread_that_waits_does_not_spoil_the_exit(closing: str) -> None:
+    script = """
+import threading
+import numpy as np
+from hvd_core import Group, Listener
+here, there = Listener.bind(), Listener.bind()
+ends = [here.endpoint, there.endpoint]
+groups = []
+connect = lambda own, rank: groups.append(Group.connect(own, ends, rank=rank, token=b"t"))
+other = threading.Thread(target=connect, args=(there, 1))
+other.start()
+connect(here, 0)
+other.join()
+submitted = threading.Event()
+def wait():
+    handle = groups[0].allreduce_async(np.ones(3), name="x")
+    submitted.set()
+    handle.wait()
+threading.Thread(target=wait, daemon=True).start()
+submitted.wait()
+"""
+    for _ in range(5):
+        command = [sys.executable, "-c", script + closing]
+        done = subprocess.run(command, capture_output=True, timeout=20, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_ends_a_wait() -> None:

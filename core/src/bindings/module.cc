@@ -1,4 +1,5 @@
 // hvd_core._native: converts arguments and results, releases the GIL, turns a Status into an exception.
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -6,7 +7,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
+#include <limits>
 #include <optional>
 
 #include "base/log.h"
@@ -23,8 +26,39 @@ namespace {
 using In = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using Out = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
-// How often a waiting thread looks for a signal (Ctrl-C).
+// How often the main thread looks for a signal (Ctrl-C) while it waits. No other thread gets any.
 constexpr auto kSignalCheckEvery = std::chrono::milliseconds(100);
+
+bool IsMainThread() { return ::gettid() == ::getpid(); }
+
+bool IsInterpreterEnding() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Without the GIL while it lives. Before Python 3.14 a (daemon) thread that asks for the GIL of an
+// interpreter that is ending is unwound, which ends the process with an error; it stays here instead.
+class Unlocked {
+ public:
+  Unlocked() : ends_interpreter_(IsInterpreterEnding()), state_(PyEval_SaveThread()) {}
+  ~Unlocked() {
+    while (IsInterpreterEnding() && !ends_interpreter_) ::pause();
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (abi::__forced_unwind&) {  // it has begun to end just now
+      for (;;) ::pause();
+    }
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  const bool ends_interpreter_;  // this is the thread that ends it: no other holds the GIL then
+  PyThreadState* const state_;
+};
 
 const char* ExceptionName(Code code) {
   switch (code) {
@@ -149,12 +183,12 @@ std::shared_ptr<Handle> Submit(Group& group, int op, const std::string& name, co
 }
 
 bool Wait(const Handle& handle, std::optional<double> timeout_s) {
-  const auto deadline = timeout_s ? Clock::now() + Seconds(*timeout_s) : Clock::time_point::max();
+  const auto deadline = Clock::now() + Seconds(timeout_s.value_or(std::numeric_limits<double>::infinity()));
   for (;;) {
     bool done;
     {
-      nb::gil_scoped_release release;
-      done = handle.Wait(std::min(deadline, Clock::now() + kSignalCheckEvery));
+      const Unlocked unlocked;
+      done = handle.Wait(IsMainThread() ? std::min(deadline, Clock::now() + kSignalCheckEvery) : deadline);
     }
     if (done) {
       RaiseIfError(handle.status());
@@ -197,9 +231,10 @@ std::unique_ptr<Group> Connect(Listener* listener, const std::vector<std::string
   const GroupOptions options{fusion_bytes,   chunk_bytes,  connect_timeout_s,
                              peer_timeout_s, stall_warn_s, stall_shutdown_s};
   Result<std::unique_ptr<Group>> group = [&] {
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     return Group::Connect(listener, endpoints, me, options);
   }();
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();  // Ctrl-C came meanwhile
   return ValueOrRaise(std::move(group));
 }
 
@@ -245,7 +280,7 @@ NB_MODULE(_native, m) {
            "root"_a)
       .def("empty", &Empty, "nbytes"_a)
       .def("abort", &Group::Abort, "reason"_a)
-      .def("close", &Group::Close, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Group::Close, nb::call_guard<Unlocked>())
       .def("check", [](const Group& group) { RaiseIfError(group.status()); })
       .def("fileno", &Group::death_fd)
       .def("stats", &Stats);
