@@ -158,6 +158,9 @@ TEST(requests_and_rounds_survive_the_wire_and_damage_is_noticed) {
   CHECK_EQ(Serialize(ParseRound(round_bytes).value()), round_bytes);
   for (size_t cut = 0; cut < bytes.size(); ++cut) CHECK(!ParseRequests(bytes.substr(0, cut)).ok());
   for (size_t cut = 0; cut < round_bytes.size(); ++cut) CHECK(!ParseRound(round_bytes.substr(0, cut)).ok());
+  const int64_t huge = int64_t{1} << 62;
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{-1}, {huge, 4}, {huge, 0}})
+    CHECK(!ParseRequests(Serialize({Allreduce("x", shape)})).ok());
   std::mt19937 random(3);
   for (int trial = 0; trial < 2000; ++trial) {  // no crash, no endless allocation
     std::string damaged = bytes;

@@ -22,13 +22,18 @@ void Put(Writer& out, const std::vector<int64_t>& values) {
   for (const int64_t value : values) out.Put(value);
 }
 
+// More than any address space holds; the sizes of all ranks can still be added up.
+constexpr int64_t kMaxTensorBytes = int64_t{1} << 48;
+
 // An authenticated peer of another build may still send values that mean nothing here.
 bool Makes(const Request& request) {
   if (request.op > Op::kBarrier || static_cast<int>(request.reduce) >= kNumReduceOps) return false;
   for (const Member& member : request.members) {
     if (static_cast<int>(member.dtype) >= kNumDTypes) return false;
+    int64_t nbytes = static_cast<int64_t>(ItemSize(member.dtype));
     for (const int64_t extent : member.shape) {
-      if (extent < 0) return false;
+      if (extent < 0 || extent > kMaxTensorBytes) return false;
+      if (__builtin_mul_overflow(nbytes, extent, &nbytes) || nbytes > kMaxTensorBytes) return false;
     }
   }
   return true;
