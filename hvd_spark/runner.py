@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_core.errors import InvalidArgument
 from hvd_core.launch import dumps
 
 from . import preflight, session
@@ -28,10 +29,15 @@ def run(
     """Calls `fn(*args, **kwargs)` on `num_proc` ranks at the same time; returns their results by rank.
 
     Inside `fn`, `hvd_core.torch.init()` connects the ranks. num_proc: default is all slots of the cluster.
-    env: set for each rank. Lines that ranks print appear here as "[rank] line". Raises NotEnoughSlots and
-    NotPicklable before anything is launched, RankFailed with the first cause. A KeyboardInterrupt ends the
-    ranks.
+    env: names and strings set for each rank. Lines that ranks print appear here as "[rank] line". Raises
+    NotEnoughSlots, NotPicklable and InvalidArgument before anything is launched, RankFailed with the first
+    cause. A KeyboardInterrupt ends the ranks.
     """
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise InvalidArgument(f"args must be a tuple or a list, not {type(args).__name__}: args=(x,) for one")
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidArgument(f"env: {name!r}: {value!r} is not a name and a string")
     spark = session.current()
     size = preflight.check_cluster(spark, num_proc)
     payload = dumps(fn, tuple(args), dict(kwargs or {}))

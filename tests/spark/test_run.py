@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hvd_spark
-from hvd_spark import NotEnoughSlots, NotPicklable, RankFailed, launcher
+from hvd_spark import InvalidArgument, NotEnoughSlots, NotPicklable, RankFailed, launcher
 from hvd_spark.feed import FeedServer
 
 from . import jobs
@@ -74,6 +74,14 @@ def test_a_rank_has_the_threads_of_its_task(spark: Any) -> None:
 
 def test_environment_of_ranks(spark: Any) -> None:
     assert hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env={"COLOUR": "red"}) == ["red", "red"]
+    with pytest.raises(InvalidArgument, match="'COLOUR': 3 is not"):
+        hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env={"COLOUR": 3})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("args", [5, "ab", {"n": 1}])
+def test_arguments_that_are_no_sequence(spark: Any, args: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"args=\(x,\)"):
+        hvd_spark.run(abs, args, num_proc=1)
 
 
 @pytest.mark.parametrize("others", ["sleep", "allreduce", "compute"])
