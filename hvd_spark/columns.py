@@ -89,11 +89,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(sizes) if value is not None else None
 
 
-def quoted(name: str) -> str:
-    """A column name for `F.col`, whatever characters it has."""
-    return "`" + name.replace("`", "``") + "`"
-
-
 def spark_type(dtype: str, shape: tuple[int, ...]) -> T.DataType:
     """The type of a prediction: its own dtype, arrays for what is not a scalar; half floats as float."""
     leaf: T.DataType = {

@@ -47,8 +47,9 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs):
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         spec = self._spec()
+        preflight.check_frame(dataset)
+        preflight.check_finite(dataset)
         size = preflight.check_cluster(dataset.sparkSession, self.getNumProc())  # type: ignore[attr-defined]
-        preflight.check_distinct(dataset)
         layout = preflight.check_columns(dataset, spec)
         payload = dumps(rank.train, (spec,))
         frame = preflight.selected(dataset, layout)

@@ -58,6 +58,9 @@ class HorovodModel(Model, Knobs):
         self._pickled: tuple[Any, bytes, str] | None = None
         super().__init__(values)
 
+    def __repr__(self) -> str:
+        return f"HorovodModel: uid={self.uid}, model={type(self._objects.get('model')).__name__}"
+
     def fitted(self, layout: Layout, result: FitResult) -> HorovodModel:
         """For the estimator: what came with the weights. Returns self."""
         self.result, self._trained = result, (layout, self._values(_FEEDING))
@@ -79,7 +82,8 @@ class HorovodModel(Model, Knobs):
         return model
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        preflight.check_distinct(dataset)
+        preflight.check_frame(dataset)
+        preflight.check_interpreter(dataset.sparkSession)
         schema = dataset.schema
         layout, outs = self._form(schema)
         inputs = _inputs(layout, schema)
@@ -142,7 +146,15 @@ class HorovodModel(Model, Knobs):
                 names = ", ".join(map(repr, block.columns))
                 raise ColumnError(f"the shape of a row of {names} is not known: set shapes={{column: shape}}")
         zeros = [np.zeros((1, *(b.shape or ())), b.dtype) for b in layout.inputs]
-        return tuple(OutputSpec(str(o.dtype), o.shape[1:]) for o in run_model(self.getModel(), zeros))
+        try:
+            outs = run_model(self.getModel(), zeros)
+        except RuntimeError as error:  # what torch raises for shapes and dtypes that do not go together
+            given = (f"{b.name} {x.dtype} {x.shape}" for b, x in zip(layout.inputs, zeros, strict=True))
+            raise ColumnError(
+                f"the model does not take one row of its inputs, {', '.join(given)}: {error}; "
+                "dtypes={column: dtype} and shapes={column: shape of a row} change what it gets"
+            ) from error
+        return tuple(OutputSpec(str(o.dtype), o.shape[1:]) for o in outs)
 
     def _payload(self, layout: Layout) -> tuple[bytes, str]:
         """What makes the Predictor on the workers, with its hash; made once for each model."""

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
-from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 
-from hvd_core.errors import ColumnError, DataError, NotEnoughSlots, PreflightError
+from hvd_core.errors import ColumnError, DataError, InvalidArgument, NotEnoughSlots, PreflightError
 from hvd_core.train import Column, Layout, TrainSpec, plan_layout
 
 from . import session
-from .columns import columns_of, quoted, with_shapes_of
+from .columns import columns_of, with_shapes_of
 
 
 def check_cluster(spark: SparkSession, num_proc: int | None) -> int:
     """The number of ranks: `num_proc`, or as many as there are slots. Raises NotEnoughSlots,
     PreflightError."""
-    if num_proc is not None and num_proc < 1:
-        raise PreflightError(f"num_proc must be at least 1, not {num_proc}")
+    if num_proc is not None and (not isinstance(num_proc, int) or num_proc < 1):
+        raise PreflightError(f"num_proc must be a whole number of at least 1, not {num_proc!r}")
     _check_dynamic_allocation(spark)
-    _check_interpreter(spark)
+    check_interpreter(spark)
     available = session.slots(spark, num_proc or 1)
     if num_proc is None:
         if not available:
@@ -52,28 +51,35 @@ def _check_dynamic_allocation(spark: SparkSession) -> None:
         )
 
 
-def _check_interpreter(spark: SparkSession) -> None:
+def check_interpreter(spark: SparkSession) -> None:
     """Where executors run on this machine their interpreter can be tried; elsewhere the tasks' own error
-    names it."""
+    names it. Raises PreflightError."""
     context = session.context_of(spark)
     if context is None or not str(context.master).startswith("local"):
         return
     name = str(context.pythonExec)
     path = shutil.which(name)
-    if path is not None and os.path.abspath(path) == os.path.abspath(sys.executable):
-        return
-    advice = f"set PYSPARK_PYTHON={sys.executable} before the session starts"
     if path is None:
-        raise PreflightError(f"the executors' Python is {name!r}, which does not exist: {advice}")
+        raise PreflightError(f"the executors' Python is {name!r}, which does not exist: {_advice()}")
+    if os.path.abspath(path) != os.path.abspath(sys.executable):
+        _try_interpreter(path)
+
+
+def _advice() -> str:
+    return f"set PYSPARK_PYTHON={sys.executable} before the session starts"
+
+
+@functools.cache  # of those that will do; an error is not kept
+def _try_interpreter(path: str) -> None:
     code = "import sys, pyarrow, hvd_core; print('%d.%d' % sys.version_info[:2])"
     tried = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     if tried.returncode:
         why = (tried.stderr.strip().splitlines() or ["it does not start"])[-1]
-        raise PreflightError(f"the executors' Python is {path}, which cannot run hvd ({why}): {advice}")
+        raise PreflightError(f"the executors' Python is {path}, which cannot run hvd ({why}): {_advice()}")
     ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if tried.stdout.strip() != ours:
         raise PreflightError(
-            f"the executors' Python is {path}, version {tried.stdout.strip()}, ours is {ours}: {advice}"
+            f"the executors' Python is {path}, version {tried.stdout.strip()}, ours is {ours}: {_advice()}"
         )
 
 
@@ -94,12 +100,24 @@ def check_rows(frame: DataFrame, spec: TrainSpec, layout: Layout) -> Layout:
 def selected(frame: DataFrame, layout: Layout) -> DataFrame:
     """The columns of the layout under neutral names (pyspark's mapInArrow cannot name all; order is what
     counts)."""
-    picked: list[Any] = [F.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(layout.columns)]
-    return frame.select(*picked)
+    at = {name: f"c{i}" for i, name in enumerate(frame.columns)}
+    return frame.toDF(*at.values()).select(*(at[column.name] for column in layout.columns))
 
 
-def check_distinct(frame: DataFrame) -> None:
-    """Two columns of one name cannot be told apart. Raises ColumnError."""
+def check_frame(frame: DataFrame) -> None:
+    """A DataFrame of a live session, in which each column can be told by its name. Raises InvalidArgument,
+    PreflightError, ColumnError."""
+    if not hasattr(frame, "sparkSession"):
+        kind = f"{type(frame).__module__}.{type(frame).__qualname__}".removeprefix("builtins.")
+        raise InvalidArgument(f"expected a Spark DataFrame, not {kind}: make one by spark.createDataFrame")
+    if session.is_stopped(frame.sparkSession):
+        raise PreflightError("the SparkSession of this DataFrame was stopped: make a new one and read again")
     twice = sorted({name for name in frame.columns if frame.columns.count(name) > 1})
     if twice:
         raise ColumnError(f"the DataFrame has more than one column named {', '.join(map(repr, twice))}")
+
+
+def check_finite(frame: DataFrame) -> None:
+    """Raises DataError for a stream."""
+    if frame.isStreaming:
+        raise DataError("a stream has no end to train up to: fit inside writeStream.foreachBatch")

@@ -32,6 +32,11 @@ def context_of(spark: SparkSession) -> Any | None:
         return None
 
 
+def is_stopped(spark: SparkSession) -> bool:
+    context = context_of(spark)
+    return context is not None and getattr(context, "_jsc", context) is None
+
+
 def setting(spark: SparkSession, key: str, default: str = "") -> str:
     """A setting of the session or its cluster, "" or `default` when it is not set or not to be read."""
     context = context_of(spark)

@@ -65,6 +65,13 @@ def test_found_before_any_job(spark: Any, df: Any, job_count: Any) -> None:
         with pytest.raises(kind, match=text):
             estimator(**changes).fit(df)
     assert job_count() == before
+    frames: list[tuple[Any, type[Exception], str]] = [
+        ([(0.0, 1.0, 2.0)], InvalidArgument, "expected a Spark DataFrame, not list"),
+        (spark.readStream.format("rate").load(), DataError, "foreachBatch"),
+    ]
+    for frame, kind, text in frames:
+        with pytest.raises(kind, match=text):
+            estimator().fit(frame)
     with pytest.raises(TypeError, match="did you mean batch_size"):
         estimator(batchsize=3)
     assert estimator().fit(df).history
@@ -89,6 +96,19 @@ def test_ragged_arrays(spark: Any) -> None:
 def test_duplicate_column_names(spark: Any, df: Any) -> None:
     with pytest.raises(ColumnError, match="more than one column named 'a'"):
         estimator().fit(df.join(df.select("a"), df["a"] == df["a"]))
+
+
+def test_names_do_not_matter(spark: Any, df: Any) -> None:
+    """Dots, backquotes, other alphabets, and names that differ in case only."""
+    odd = ["a.b c", "\u00fc`x", "A.B C"]
+    plain, net = ["a", "b", "y"], nets.OneInput(2)
+    frame = df.select(*plain).coalesce(1)
+    fitted = [
+        estimator(model=net, feature_cols=names[:2], label_cols=names[2], num_proc=1).fit(frame.toDF(*names))
+        for names in (plain, odd)
+    ]
+    assert torch.equal(*(nets.parameters_of(model.getModel()) for model in fitted))
+    assert fitted[1].transform(frame.toDF(*odd)).columns == [*odd, "prediction"]
 
 
 def not_a_scalar(output: Any, label: Any) -> Any:

@@ -32,8 +32,22 @@ def test_interpreter_without_hvd(spark: Any, interpreter: Any, tmp_path: Any) ->
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     interpreter(str(bare))
+    from torch import nn
+
     with pytest.raises(PreflightError, match=r"(?s)cannot run hvd.*ModuleNotFoundError"):
         hvd_spark.run(len, ("x",), num_proc=2)
+    model = hvd_spark.HorovodModel(model=nn.Linear(1, 1), feature_cols="x")
+    with pytest.raises(PreflightError, match=r"(?s)cannot run hvd.*ModuleNotFoundError"):
+        model.transform(spark.createDataFrame([(1.0,)], ["x"]))
+
+
+def test_session_that_was_stopped(spark: Any, monkeypatch: Any) -> None:
+    from torch import nn
+
+    frame = spark.createDataFrame([(1.0,)], ["x"])
+    monkeypatch.setattr(spark.sparkContext, "_jsc", None)  # what stop() does
+    with pytest.raises(PreflightError, match="was stopped"):
+        hvd_spark.HorovodModel(model=nn.Linear(1, 1), feature_cols="x").transform(frame)
 
 
 def test_dynamic_allocation_is_named(spark: Any, monkeypatch: Any) -> None:

@@ -108,6 +108,10 @@ def test_what_does_not_fit_the_model(spark: Any, df: Any) -> None:
         model.copy().setFeatureCols(["a", "colour"]).transform(df)
     with pytest.raises(ColumnError, match="'prediction' exists already"):
         model.transform(df.withColumnRenamed("y", "prediction"))
+    with pytest.raises(ColumnError, match=r"(?s)float32 \(1, 1\).*dtypes=.*shapes="):
+        model.copy().setFeatureCols(["a"]).transform(df)
+    with pytest.raises(ColumnError, match=r"int64 \(1, 2\).*same dtype"):
+        model.copy().setFeatureCols(["id", "id"]).transform(df)
 
 
 def test_params_sweep_and_copy(spark: Any, df: Any) -> None:
