@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
+from hvd_core.config import Config
 from hvd_core.errors import RowsLost
 from hvd_core.launch import dumps
 from hvd_core.train import FitResult, TrainSpec
@@ -60,6 +62,7 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs):
             f"hvd: fit {type(spec.model).__name__ if spec.model is not None else 'model'} on {size} ranks",
             layout=layout,
             preload=_PRELOAD,
+            config=_config(spec),
             verbose=spec.verbose,
         )
         result = _checked(launch(frame, job), spec)
@@ -71,6 +74,16 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs):
     def _spec(self) -> TrainSpec:
         """The parameters as one frozen value; raises InvalidArgument."""
         return TrainSpec(**self._values(name for name in self._knobs if name not in JOB))
+
+
+def _config(spec: TrainSpec) -> Config:
+    """The settings of the environment, with where the estimator wants its shards."""
+    config = Config.from_env()
+    return replace(
+        config,
+        shard_memory_bytes=spec.shard_memory_bytes or config.shard_memory_bytes,
+        shard_dir=spec.shard_dir or config.shard_dir,
+    )
 
 
 def _untrained(spec: TrainSpec) -> Any:

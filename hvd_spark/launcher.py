@@ -52,6 +52,7 @@ class JobSpec:
     layout: Layout | None = None
     preload: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    config: Config = field(default_factory=Config.from_env)
     verbose: int = 1
 
 
@@ -78,7 +79,6 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         progress.take(record)
 
     idle_s = session.idle_timeout_s(spark)
-    config = Config.from_env()
     plan = JobPlan(
         spec.size,
         token,
@@ -86,8 +86,8 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         layout=spec.layout,
         preload=spec.preload,
         sys_path=session.import_path(spark),
-        env={**config.to_env(), **spec.env},
-        config=config,
+        env={**spec.config.to_env(), **spec.env},
+        config=spec.config,
         feed=None if feed is None else feed.address,
         beat_s=idle_s / 3 if idle_s > 0 else None,
     )

@@ -99,5 +99,18 @@ class Recorder:
         return {epoch: sorted(ids) for epoch, ids in found.items()}
 
 
+class Shards:
+    """A callback that appends the directory of each file in which a rank's shard is mapped to `file`."""
+
+    def __init__(self, file: Path | str):
+        self.file = str(file)
+
+    def on_epoch_end(self, run: Any, logs: Any) -> None:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        paths = [line.split()[-2] for line in maps if line.endswith("(deleted)")]
+        with open(self.file, "a") as file:
+            file.writelines(f"{Path(path).parent}\n" for path in paths)
+
+
 def parameters_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_spark import ColumnError, DataError, HorovodEstimator, LossError
+from hvd_spark import ColumnError, DataError, HorovodEstimator, LossError, RankFailed
 
 from . import nets
 
@@ -155,6 +155,21 @@ def test_r05_count_that_does_not_divide(spark: Any, tmp_path: Any) -> None:
     assert recorder.epochs(0)[0] == recorder.epochs(0)[1]
     order = [[i for e, ids in recorder.batches(0) if e == epoch for i in ids] for epoch in range(2)]
     assert order[0] != order[1], "shuffle: another order in each epoch"
+
+
+def test_shards_on_disk(spark: Any, tmp_path: Any) -> None:
+    directory, seen = tmp_path / "shards", tmp_path / "seen"
+    directory.mkdir()
+    options: Any = given(
+        model=nets.OneInput(1), optimizer=nets.sgd, loss=nn.MSELoss(), feature_cols="x", label_cols="y",
+        num_proc=2, shard_memory_bytes=1,
+    )  # fmt: skip
+    df = frame(spark, ["x", "y"], [np.arange(20.0) / 20, np.arange(20.0) / 20])
+    HorovodEstimator(callbacks=[nets.Shards(seen)], shard_dir=str(directory), **options).fit(df)
+    assert seen.read_text().splitlines().count(str(directory)) == 4, "features and labels of two ranks"
+    assert not list(directory.iterdir())
+    with pytest.raises(RankFailed, match="/no/such/place"):
+        HorovodEstimator(shard_dir="/no/such/place", **options).fit(df)
 
 
 def test_r07_integers_stay_integers_and_strings_are_refused(spark: Any, job_count: Any) -> None:
