@@ -5,19 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "scheduler/scheduler.h"
-#include "transport/bootstrap.h"
+#include "base/mutex.h"
+#include "scheduler/connect.h"
 
 namespace hvd {
-
-struct GroupOptions {
-  size_t fusion_nbytes = 8 << 20;
-  size_t chunk_nbytes = 256 << 10;
-  double connect_timeout_s = 60;
-  double peer_timeout_s = 30;
-  double stall_warn_s = 30;
-  double stall_shutdown_s = 600;
-};
 
 // The ranks of a job, seen by one of them. Everything may be called from any thread. Nothing in here is
 // global to the process: several Groups, also several ranks of one, can live in it.
@@ -30,28 +21,28 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // Checks the request on this rank (kInvalid) and hands it to the scheduler. buffers[i] belongs to
+  // Checks the request on this rank (kInvalid) and hands it to the engine. buffers[i] belongs to
   // request.members[i] and stays valid until the handle is done. Finds out by address what is in the arena.
   Result<std::shared_ptr<Handle>> Submit(Request request, std::vector<Buffer> buffers);
 
   // Memory that allreduces in place without copies, on every rank of the host.
   Result<std::shared_ptr<Segment>> Empty(size_t nbytes);
 
-  void Abort(const std::string& reason) { scheduler_->Abort(reason); }
-  void Close() { scheduler_->Close(); }
-  Status status() const { return scheduler_->status(); }
-  int death_fd() const { return scheduler_->death_fd(); }
-  const Counters& counters() const { return scheduler_->counters(); }
+  void Abort(const std::string& reason) { engine_->Abort(reason); }
+  void Close() { engine_->Close(); }
+  Status status() const { return engine_->status(); }
+  int death_fd() const { return engine_->death_fd(); }
+  const Counters& counters() const { return engine_->counters(); }
 
  private:
-  Group(int rank, int size, std::unique_ptr<Scheduler> scheduler)
-      : rank_(rank), size_(size), scheduler_(std::move(scheduler)) {}
+  Group(int rank, int size, std::unique_ptr<Engine> engine)
+      : rank_(rank), size_(size), engine_(std::move(engine)) {}
   Status Check(const Request& request) const;
   Location Locate(const Buffer& buffer, size_t nbytes) EXCLUDES(mutex_);
 
   const int rank_;
   const int size_;
-  const std::unique_ptr<Scheduler> scheduler_;
+  const std::unique_ptr<Engine> engine_;
   Mutex mutex_;
   std::vector<std::weak_ptr<Segment>> segments_ GUARDED_BY(mutex_);  // segments_[i] has number i + 1
 };

@@ -140,7 +140,12 @@ bool Equal(std::span<const std::byte> a, std::span<const std::byte> b) {
 
 void RandomBytes(std::span<std::byte> out) {
   while (!out.empty()) {
+#if defined(__linux__)
     const ssize_t got = ::getrandom(out.data(), out.size(), 0);
+#else
+    const size_t most = std::min<size_t>(out.size(), 256);  // getentropy gives no more
+    const ssize_t got = ::getentropy(out.data(), most) == 0 ? static_cast<ssize_t>(most) : -1;
+#endif
     if (got > 0) {
       out = out.subspan(static_cast<size_t>(got));
     } else if (errno != EINTR) {

@@ -4,13 +4,12 @@
 
 namespace hvd {
 
-// Chooses how a collective is done for the ranks of a Group. With one rank it is arithmetic on its own
-// tensors; with all ranks on one host it is done in shared memory. (Ranks on several hosts are refused at
-// connect.)
+// Chooses how a collective is done for the ranks of a Group. All of them are on one host, so all is done in
+// shared memory; ranks on several hosts are refused at connect.
 class Collectives {
  public:
-  // arena is null for a Group of one rank and outlives this object otherwise.
-  Collectives(Arena* arena, Arena::Tick tick) : arena_(arena), tick_(std::move(tick)) {}
+  // arena outlives this object.
+  Collectives(Arena& arena, Arena::Tick tick) : arena_(arena), tick_(std::move(tick)) {}
 
   Status Allreduce(std::span<const Piece> pieces, DType dtype, ReduceOp op, const Scale& scale);
   Status AllreduceInPlace(std::span<const ArenaPiece> pieces, DType dtype, ReduceOp op, const Scale& scale);
@@ -18,7 +17,7 @@ class Collectives {
   Status Broadcast(int root, const std::byte* in, std::byte* out, size_t nbytes);
 
  private:
-  Arena* arena_;
+  Arena& arena_;
   Arena::Tick tick_;
 };
 

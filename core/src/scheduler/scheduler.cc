@@ -30,7 +30,7 @@ Scheduler::Scheduler(const SchedulerOptions& options, std::unique_ptr<Exchange> 
     : options_(options),
       exchange_(std::move(exchange)),
       arena_(std::move(arena)),
-      collectives_(arena_.get(), [this](int awaited_rank) { return Tick(awaited_rank); }),
+      collectives_(*arena_, [this](int awaited_rank) { return Tick(awaited_rank); }),
       negotiator_(options.size, options.fusion_nbytes),
       next_stall_check_(Clock::now() + kStallCheckEvery),
       death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
@@ -152,7 +152,7 @@ Status Scheduler::TakeSubmissions() {
     payload.Put(number);
     payload.Put(static_cast<uint64_t>(segment->nbytes()));
     exchange_->PostAll(FrameKind::kSegment, payload.Take(), segment->fd());
-    if (arena_ != nullptr) HVD_RETURN_IF_ERROR(arena_->AddSegment(options_.rank, number, std::move(segment)));
+    HVD_RETURN_IF_ERROR(arena_->AddSegment(options_.rank, number, std::move(segment)));
   }
   if (requests.empty()) return Status::Ok();
   if (!IsCoordinator()) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -10,25 +9,12 @@
 
 #include "base/mutex.h"
 #include "collectives/collectives.h"
-#include "scheduler/handle.h"
+#include "scheduler/engine.h"
 #include "scheduler/negotiate.h"
-#include "scheduler/request.h"
 #include "transport/arena.h"
 #include "transport/exchange.h"
 
 namespace hvd {
-
-// The memory of one member of a request. `out` is unused in an allgather; in == out is in place.
-struct Buffer {
-  const std::byte* in = nullptr;
-  std::byte* out = nullptr;
-};
-
-struct Submission {
-  Request request;
-  std::vector<Buffer> buffers;
-  std::shared_ptr<Handle> handle;
-};
 
 struct SchedulerOptions {
   int rank = 0;
@@ -38,39 +24,25 @@ struct SchedulerOptions {
   Clock::duration stall_shutdown{};  // zero: never
 };
 
-struct Counters {
-  std::atomic<uint64_t> collectives{0};    // completed, of any kind
-  std::atomic<uint64_t> fused_batches{0};  // runs over the data
-  std::atomic<uint64_t> nbytes{0};         // of this rank's tensors
-  std::atomic<uint64_t> work_ns{0};        // spent in those runs, waiting for peers included
-};
-
 // The background thread of a Group of two or more ranks. It announces what was submitted, lets the negotiator
 // decide (on rank 0, the coordinator), runs the decided batches in the coordinator's order, and notices who
 // is gone. After a failure the Group is dead: everything pending and everything later gets the same Status.
-class Scheduler {
+class Scheduler final : public Engine {
  public:
   Scheduler(const SchedulerOptions& options, std::unique_ptr<Exchange> exchange,
             std::unique_ptr<Arena> arena);
-  ~Scheduler();
+  ~Scheduler() override;
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
-  // Any thread. A name may be pending once. The buffers stay valid until the handle is done.
-  Status Submit(Submission submission) EXCLUDES(mutex_);
-  // Any thread. Makes `segment` (number > 0, counted by the caller) known to the other ranks, before
-  // anything that is submitted later.
-  void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) EXCLUDES(mutex_);
-  // Any thread. Kills the Group on all ranks with this reason.
-  void Abort(const std::string& reason) EXCLUDES(mutex_);
-  // Says goodbye and ends the thread; pending handles get kShutdown. Idempotent, bounded in time.
-  void Close() EXCLUDES(close_mutex_, mutex_);
-
-  // Why the Group is dead; ok while it lives.
-  Status status() const EXCLUDES(mutex_);
-  // An eventfd that becomes readable when the Group is dead.
-  int death_fd() const { return death_.get(); }
-  const Counters& counters() const { return counters_; }
+  Status Submit(Submission submission) override EXCLUDES(mutex_);
+  void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) override EXCLUDES(mutex_);
+  void Abort(const std::string& reason) override EXCLUDES(mutex_);
+  // Says goodbye and ends the thread.
+  void Close() override EXCLUDES(close_mutex_, mutex_);
+  Status status() const override EXCLUDES(mutex_);
+  int death_fd() const override { return death_.get(); }
+  const Counters& counters() const override { return counters_; }
 
  private:
   void Run();

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "scheduler/engine.h"
+#include "transport/bootstrap.h"
+
+namespace hvd {
+
+struct GroupOptions {
+  size_t fusion_nbytes = 8 << 20;
+  size_t chunk_nbytes = 256 << 10;
+  double connect_timeout_s = 60;
+  double peer_timeout_s = 30;
+  double stall_warn_s = 30;
+  double stall_shutdown_s = 600;
+};
+
+// Connects two or more ranks and starts this one's Scheduler. All ranks call it at the same time.
+Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener,
+                                                 const std::vector<std::string>& endpoints,
+                                                 const Credentials& me, const GroupOptions& options);
+
+}  // namespace hvd

@@ -1,0 +1,79 @@
+#include "scheduler/solo.h"
+
+#include <fcntl.h>
+
+#include <cstring>
+#include <new>
+
+#include "collectives/reduce.h"
+
+namespace hvd {
+
+Solo::Solo() {
+  int ends[2];
+  if (::pipe(ends) != 0) return;  // then death_fd() is -1, which select refuses
+  death_read_.Reset(ends[0]);
+  death_write_.Reset(ends[1]);
+  for (const int end : ends) ::fcntl(end, F_SETFD, FD_CLOEXEC);
+}
+
+Status Solo::Submit(Submission submission) {
+  HVD_RETURN_IF_ERROR(status());
+  const auto begin = Clock::now();
+  for (size_t i = 0; i < submission.request.members.size(); ++i) {
+    HVD_RETURN_IF_ERROR(Run(submission.request, submission.buffers[i], i, *submission.handle));
+    ++counters_.fused_batches;
+    counters_.nbytes += submission.request.members[i].nbytes();
+  }
+  counters_.work_ns += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
+  ++counters_.collectives;
+  submission.handle->Complete(Status::Ok());
+  return Status::Ok();
+}
+
+Status Solo::Run(const Request& request, const Buffer& buffer, size_t index, Handle& handle) {
+  const Member& member = request.members[index];
+  const size_t nbytes = member.nbytes();
+  switch (request.op) {
+    case Op::kAllreduce: {
+      const void* in = buffer.in;
+      void* out = buffer.out;
+      const Scale scale{request.prescale, request.postscale, 1};
+      if (nbytes > 0) Reduce(member.dtype, request.reduce, scale, &in, 1, &out, 1, member.count());
+      return Status::Ok();
+    }
+    case Op::kAllgather: {
+      Gathered gathered{nullptr, member.dtype, member.shape};
+      gathered.data = std::shared_ptr<std::byte[]>(new (std::nothrow) std::byte[nbytes + 1]);
+      if (gathered.data == nullptr) {
+        return Status(Code::kInvalid,
+                      "no memory for the " + std::to_string(nbytes) + " bytes of '" + member.name + "'");
+      }
+      if (nbytes > 0) std::memcpy(gathered.data.get(), buffer.in, nbytes);
+      handle.results().push_back(std::move(gathered));
+      return Status::Ok();
+    }
+    case Op::kBroadcast:
+      if (buffer.in != buffer.out && nbytes > 0) std::memmove(buffer.out, buffer.in, nbytes);
+      return Status::Ok();
+    case Op::kBarrier:
+      break;
+  }
+  return Status::Ok();
+}
+
+Status Solo::status() const {
+  MutexLock lock(mutex_);
+  return dead_;
+}
+
+void Solo::Die(const Status& status) {
+  {
+    MutexLock lock(mutex_);
+    if (!dead_.ok()) return;
+    dead_ = status;
+  }
+  death_write_.Reset();  // end of file makes the other end readable
+}
+
+}  // namespace hvd

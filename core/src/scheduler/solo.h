@@ -1,0 +1,32 @@
+#pragma once
+
+#include "base/mutex.h"
+#include "scheduler/engine.h"
+
+namespace hvd {
+
+// The Engine of a Group of one: everything is done on the caller's thread before Submit returns, so it needs
+// no thread, no socket and no shared memory.
+class Solo final : public Engine {
+ public:
+  Solo();
+
+  Status Submit(Submission submission) override EXCLUDES(mutex_);
+  void AddSegment(uint32_t, std::shared_ptr<Segment>) override {}
+  void Abort(const std::string& reason) override { Die(Status(Code::kAborted, reason)); }
+  void Close() override { Die(Status(Code::kShutdown, "the Group is closed")); }
+  Status status() const override EXCLUDES(mutex_);
+  int death_fd() const override { return death_read_.get(); }
+  const Counters& counters() const override { return counters_; }
+
+ private:
+  Status Run(const Request& request, const Buffer& buffer, size_t index, Handle& handle);
+  void Die(const Status& status) EXCLUDES(mutex_);
+
+  Counters counters_;
+  UniqueFd death_read_, death_write_;
+  mutable Mutex mutex_;
+  Status dead_ GUARDED_BY(mutex_);
+};
+
+}  // namespace hvd
