@@ -53,7 +53,7 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs):
         preflight.check_finite(dataset)
         size = preflight.check_cluster(dataset.sparkSession, self.getNumProc())  # type: ignore[attr-defined]
         layout = preflight.check_columns(dataset, spec)
-        payload = dumps(rank.train, (spec,))
+        payload = dumps(rank.train, (spec,), names=["HorovodEstimator"])
         frame = preflight.selected(dataset, layout)
         layout = preflight.check_rows(frame, spec, layout)
         job = JobSpec(

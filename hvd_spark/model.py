@@ -161,7 +161,7 @@ class HorovodModel(Model, Knobs):
         asked = (self._model(), layout, self.getInferenceBatchSize())  # type: ignore[attr-defined]
         if self._pickled is None or any(a is not b for a, b in zip(asked, self._pickled[0], strict=True)):
             model, layout, batch_size = asked
-            payload = dumps(Predictor, (model, layout), {"batch_size": batch_size})
+            payload = dumps(Predictor, (model, layout), {"batch_size": batch_size}, names=["model"])
             self._pickled = (asked, payload, hashlib.sha256(payload).hexdigest())
         return self._pickled[1], self._pickled[2]
 

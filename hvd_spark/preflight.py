@@ -57,7 +57,7 @@ def check_interpreter(spark: SparkSession) -> None:
     context = session.context_of(spark)
     if context is None or not str(context.master).startswith("local"):
         return
-    name = str(context.pythonExec)
+    name = session.interpreter(context)
     path = shutil.which(name)
     if path is None:
         raise PreflightError(f"the executors' Python is {name!r}, which does not exist: {_advice()}")

@@ -33,14 +33,12 @@ def run(
     NotEnoughSlots, NotPicklable and InvalidArgument before anything is launched, RankFailed with the first
     cause. A KeyboardInterrupt ends the ranks.
     """
-    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise InvalidArgument(f"args must be a tuple or a list, not {type(args).__name__}: args=(x,) for one")
     for name, value in (env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise InvalidArgument(f"env: {name!r}: {value!r} is not a name and a string")
+    payload = dumps(fn, args, kwargs)
     spark = session.current()
     size = preflight.check_cluster(spark, num_proc)
-    payload = dumps(fn, tuple(args), dict(kwargs or {}))
     spec = JobSpec(
         size,
         payload,

@@ -107,13 +107,36 @@ def idle_timeout_s(spark: SparkSession) -> float:
 
 def map_in_arrow(frame: DataFrame, function: Callable[..., Any], schema: Any, *, barrier: bool) -> DataFrame:
     """`frame.mapInArrow`, which asks for pandas in a certain version although pandas takes no part in it."""
-    with warnings.catch_warnings(), _no_pandas_needed():
+    with warnings.catch_warnings(), _no_pandas_needed(), _our_interpreter(context_of(frame.sparkSession)):
         warnings.simplefilter("ignore", FutureWarning)
         return (
             frame.mapInArrow(function, schema, barrier=True)
             if barrier
             else frame.mapInArrow(function, schema)
         )
+
+
+def interpreter(context: Any) -> str:
+    """The Python that will run our tasks: what the user has set. In local mode, where executors are this
+    machine, it is this process's if nothing was set; elsewhere Spark takes the `python3` of their PATH."""
+    unset = "python3"  # what a context has that was told nothing
+    told = os.environ.get("PYSPARK_PYTHON") == unset or context.getConf().get("spark.pyspark.python")
+    if context.pythonExec != unset or told or not str(context.master).startswith("local"):
+        return str(context.pythonExec)
+    return sys.executable
+
+
+@contextlib.contextmanager
+def _our_interpreter(context: Any | None) -> Iterator[None]:
+    """A function that Spark takes now will run on `interpreter(context)`."""
+    if context is None:
+        yield
+        return
+    before, context.pythonExec = context.pythonExec, interpreter(context)
+    try:
+        yield
+    finally:
+        context.pythonExec = before
 
 
 @contextlib.contextmanager

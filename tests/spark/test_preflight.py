@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -17,6 +18,23 @@ from hvd_spark import NotEnoughSlots, PreflightError, RowsLost, columns, launche
 @pytest.fixture
 def interpreter(spark: Any, monkeypatch: Any) -> Any:
     return lambda path: monkeypatch.setattr(spark.sparkContext, "pythonExec", path)
+
+
+def test_local_mode_takes_the_drivers_interpreter_when_nothing_is_set(
+    spark: Any, interpreter: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    """As for a newcomer: another python3 comes first in the PATH, and nobody has heard of PYSPARK_PYTHON."""
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYSPARK_PYTHON")
+    interpreter("python3")
+    assert hvd_spark.run(_prefix, num_proc=1) == [sys.prefix]
+    assert spark.sparkContext.pythonExec == "python3"
+
+
+def _prefix() -> str:
+    return sys.prefix
 
 
 def test_interpreter_that_does_not_exist(spark: Any, interpreter: Any, job_count: Any) -> None:

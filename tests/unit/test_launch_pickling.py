@@ -82,6 +82,17 @@ def test_names_the_argument(args: tuple[Any, ...], kwargs: dict[str, Any], path:
     assert raised.value.__cause__ is not None
 
 
+def test_names_what_the_user_calls_it() -> None:
+    with pytest.raises(NotPicklable, match=r"^Estimator.model is a _thread.lock, .* Leave it out"):
+        dumps(len, [SimpleNamespace(model=threading.Lock())], names=["Estimator"])
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [("ab", {}), (5, {}), ((), [1])])
+def test_arguments_that_are_none_are_refused(args: Any, kwargs: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"args must be|kwargs must be"):
+        dumps(len, args, kwargs)
+
+
 @pytest.mark.parametrize(
     ("fn", "path"),
     [

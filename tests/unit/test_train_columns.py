@@ -219,6 +219,8 @@ def test_bad_values_are_refused_when_the_spec_is_made(options: dict[str, Any], w
 
 
 def test_rules_of_early_stopping_and_scheduler() -> None:
+    with pytest.raises(InvalidArgument, match=r"EarlyStopping\(metric=...\), not 'val_loss'"):
+        spec_of(feature_cols=["a"], early_stopping="val_loss")
     rule = EarlyStopping("m", mode="max", min_delta=0.1)
     assert rule.better(1.0, None)
     assert not rule.better(1.05, 1.0)

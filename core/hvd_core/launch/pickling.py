@@ -20,28 +20,37 @@ _MAX_DEPTH = 8
 _Job = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-def dumps(fn: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bytes:
+def dumps(
+    fn: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, names: Sequence[str] = ()
+) -> bytes:
     """The payload of a rank: `(fn, args, kwargs)`. The receiver needs `pickle.loads` only.
 
     Functions and classes of `__main__`, and local ones, travel by value with what they use; others by name.
     Raises NotPicklable with the path of the first variable that does not pickle ("global 'lock' used by
-    train"); warns (UserWarning) with the names and sizes of variables above 50 MB.
+    train"); warns (UserWarning) with the names and sizes of variables above 50 MB. names: what to call the
+    arguments, where the user did not write the call. InvalidArgument for what is no function or no arguments.
     """
     if not callable(fn):
         raise InvalidArgument(f"expected a function to run on the ranks, not {type(fn).__name__}")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise InvalidArgument(f"args must be a tuple or a list, not {type(args).__name__}: args=(x,) for one")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidArgument(f"kwargs must be a dict, not {type(kwargs).__name__}")
     from . import pickler
 
     job = (fn, tuple(args), dict(kwargs or {}))
     try:
         payload = pickler.dumps(job)
     except Exception as error:
-        path, value, why = _first_unpicklable(fn, job, error)
+        path, value, why = _first_unpicklable(fn, job, names, error)
+        what = "" if names else f"{function_name(fn)} cannot be sent to the ranks: "
+        advice = "Leave it out, or make it on the ranks." if names else "Create it inside the function."
         raise NotPicklable(
-            f"{function_name(fn)} cannot be sent to the ranks: {path} is a {type_name(type(value))}, "
-            f"which does not pickle ({type(why).__name__}: {_one_line(why)}). Create it inside the function."
+            f"{what}{path} is a {type_name(type(value))}, which does not pickle "
+            f"({type(why).__name__}: {_one_line(why)}). {advice}"
         ) from error
     if len(payload) > LARGE_NBYTES:
-        _warn_of_large(fn, job, len(payload))
+        _warn_of_large(fn, job, names, len(payload))
     return payload
 
 
@@ -92,17 +101,17 @@ class _Path(NamedTuple):
 _Found = tuple[_Path, Any, BaseException]
 
 
-def _roots(fn: Any, job: _Job) -> Iterator[tuple[_Path, Any]]:
+def _roots(fn: Any, job: _Job, names: Sequence[str]) -> Iterator[tuple[_Path, Any]]:
     _, args, kwargs = job
     for i, value in enumerate(args):
-        yield _Path(f"args[{i}]"), value
+        yield _Path(names[i] if i < len(names) else f"args[{i}]"), value
     for key, value in kwargs.items():
         yield _Path(f"kwargs[{key!r}]"), value
     yield _Path(f"function {function_name(fn)!r}"), fn
 
 
-def _first_unpicklable(fn: Any, job: _Job, error: Exception) -> _Found:
-    for path, value in _roots(fn, job):
+def _first_unpicklable(fn: Any, job: _Job, names: Sequence[str], error: Exception) -> _Found:
+    for path, value in _roots(fn, job, names):
         why = _why_not(value)
         if why is not None:
             return _descend(path, value, why, 0, set())
@@ -200,7 +209,7 @@ def _why_not(value: Any) -> BaseException | None:
     return None
 
 
-def _warn_of_large(fn: Any, job: _Job, nbytes: int) -> None:
+def _warn_of_large(fn: Any, job: _Job, names: Sequence[str], nbytes: int) -> None:
     from .pickler import pickled_nbytes
 
     found: list[tuple[int, str]] = []
@@ -217,7 +226,7 @@ def _warn_of_large(fn: Any, job: _Job, nbytes: int) -> None:
             if size > LARGE_NBYTES // 10:
                 found.append((size, str(path)))
 
-    for path, value in _roots(fn, job):
+    for path, value in _roots(fn, job, names):
         look(path, value, 0)
     names = ", ".join(f"{path} ({_megabytes(size)})" for size, path in sorted(found, reverse=True)[:5])
     warnings.warn(

@@ -176,7 +176,11 @@ class _Loop:
         except RuntimeError as error:  # what frameworks raise for shapes and dtypes that do not go together
             blocks = [self._shard.blocks[i] for i in self._shard.of_role("input")]
             given = ", ".join(f"{b.name} {x.dtype} {x.shape}" for b, x in zip(blocks, inputs, strict=True))
-            hint = "; dtypes={column: 'float32'} makes floats of whole numbers" if "int64" in given else ""
+            hint = ""
+            if "int64" in given:
+                hint = "; dtypes={column: 'float32'} makes floats of whole numbers"
+            elif "Long" in str(error) or "Int" in str(error):  # as an embedding says of its indices
+                hint = "; dtypes={column: 'int64'} makes whole numbers of a column, such as StringIndexer's"
             raise ColumnError(
                 f"the model does not take one row of its inputs, {given}: {error}{hint}"
             ) from error

@@ -256,6 +256,10 @@ def _check(spec: TrainSpec) -> None:
 
 
 def _check_what(spec: TrainSpec) -> None:
+    if spec.early_stopping is not None and not isinstance(spec.early_stopping, EarlyStopping):
+        raise InvalidArgument(
+            f"early_stopping must be hvd_core.train.EarlyStopping(metric=...), not {spec.early_stopping!r}"
+        )
     if (spec.model is None) == (spec.model_fn is None):
         raise InvalidArgument("give exactly one of model and model_fn")
     if spec.optimizer is None:
