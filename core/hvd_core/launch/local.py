@@ -45,14 +45,10 @@ def run(
     and classes of `__main__` are sent by value, those of importable modules by name.
 
     env: changes to this process's environment, the same for all ranks or `env(rank)`; visible before anything
-    of
-        the user is imported.
-    cpus_per_rank: compute threads of one rank. By default `OMP_NUM_THREADS`, else an equal share of the CPUs
-        this process may use (affinity mask, cgroup quota).
-    output: text file for the lines the ranks print, each with the prefix "[rank] "; None: this process's
-    stdout
-        and stderr.
-    timeout_s: all ranks must be done after this long.
+    of the user is imported. cpus_per_rank: compute threads of one rank; by default `OMP_NUM_THREADS`, else an
+    equal share of the CPUs this process may use (affinity mask, cgroup quota). output: text file for the
+    lines the ranks print, each with the prefix "[rank] "; None: this process's stdout and stderr. timeout_s:
+    all ranks must be done after this long.
 
     When a rank fails, the others are ended and `RankFailed` is raised with the first cause, from the rank's
     own exception when it can be unpickled here. Also raised: NotPicklable (names the variable) and
@@ -68,12 +64,26 @@ def run(
             )
         return [fn(*args, **(kwargs or {}))]
     threads = threads_per_rank(cpus_per_rank, num_proc, os.environ, usable_cpus())
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     preload = [name for name in PRELOAD if name in sys.modules]
+    return run_payload(payload, envs, threads=threads, preload=preload, output=output, timeout_s=timeout_s)
+
+
+def run_payload(
+    payload: bytes,
+    envs: Sequence[Mapping[str, str]],
+    *,
+    threads: int,
+    preload: Sequence[str],
+    output: TextIO | None = None,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """`run` of what `dumps` made, with one rank for each of `envs`. preload: modules that the template
+    imports once for all ranks; those that cannot be imported are left to the ranks."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     ranks: list[RankProcess] = []
     with Template.start(preload, thread_env(threads)) as template:
         try:
-            ranks.extend(template.fork(payload, env=extra, threads=threads) for extra in envs)
+            ranks.extend(template.fork(payload, env=dict(extra), threads=threads) for extra in envs)
             return _Job(ranks, _Printer(output), timeout_s, deadline).results()
         finally:
             end_ranks(ranks)
