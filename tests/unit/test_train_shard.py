@@ -148,6 +148,20 @@ def test_nulls_are_counted_or_filled(x: Any, filled: Any) -> None:
         pack(plan(table, null_value={"y": 7}), table)
 
 
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), VECTOR])
+def test_a_batch_of_nothing_but_null_rows(kind: Any) -> None:
+    one = vector_array([[1.0, 2.0]]) if kind == VECTOR else pa.array([[1.0, 2.0]], kind)
+    some, none = with_y(one), with_y(pa.array([None, None], kind))
+    with pytest.raises(DataError, match=r"'x' has 2 nulls in 2 rows"):
+        pack(plan(none), none)
+    rows = pack(plan(some, null_value=5), some, none).block(0)
+    assert rows.tolist() == [[1, 2], [5, 5], [5, 5]]
+    with pytest.raises(DataError, match=r"'x' begins with 2 nulls.*shapes="):
+        pack(plan(none, null_value=5), none)
+    rows = pack(plan(none, null_value=5, shapes={"x": (2,)}), none, some).block(0)
+    assert rows.tolist() == [[5, 5], [5, 5], [1, 2]]
+
+
 def test_a_null_value_need_not_fit_the_type_of_the_column() -> None:
     small = with_y(pa.array([None, 200], pa.uint8()))
     assert pack(plan(small, null_value=-1), small).block(0).tolist() == [[-1], [200]]

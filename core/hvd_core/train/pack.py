@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -55,14 +55,34 @@ class Packer:
         if column.kind in ("binary", "unsupported"):
             return np.array([*values.to_pylist(), None], dtype=object)[:-1]
         fill = self._layout.null_value_of(column.name)
+        shape = self._layout.shapes.get(column.name) or self._known_shape(column.name)
+        if column.kind != "scalar" and shape is None and 0 < len(values) == values.null_count:
+            self._say_only_nulls(column.name, len(values), fill)
         try:
-            rows, nulls = to_rows(column, values, fill, self._layout.shapes.get(column.name))
+            rows, nulls = to_rows(column, values, fill, shape)
         except (pa.ArrowInvalid, OverflowError) as error:
             with_fill = "" if fill is None else f" with null_value {fill!r}"
             raise DataError(f"column {column.name!r}{with_fill}: {error}") from error
         if nulls and fill is None:
             self._nulls[column.name] = self._nulls.get(column.name, 0) + nulls
         return rows
+
+    def _known_shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a row of this column, from the rows before; None where it feeds a block with others."""
+        if self._layout.transform_fn is None:
+            for block, shape in zip(self.blocks, self.shapes, strict=True):
+                if tuple(block.columns) == (name,):
+                    return shape
+        return None
+
+    def _say_only_nulls(self, name: str, count: int, fill: float | None) -> NoReturn:
+        if fill is None:
+            self._nulls[name] = self._nulls.get(name, 0) + count
+            self.check()
+        raise DataError(
+            f"column {name!r} begins with {count} nulls, so the shape of its rows is not known: set "
+            f"shapes={{{name!r}: (...)}}"
+        )
 
     def _block(self, i: int, block: Block, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         missing = [n for n in block.columns if n not in arrays]
@@ -177,7 +197,9 @@ def to_rows(
         valid = pc.is_valid(values).to_numpy(zero_copy_only=False)
         values = values.drop_null()
     replace = 0 if fill is None else fill
-    if column.kind == "vector":
+    if valid is not None and not valid.any() and shape is not None:
+        rows = np.empty((0, *shape), _leaf_dtype(values.type))
+    elif column.kind == "vector":
         rows = _vectors(column.name, values)
     elif column.kind == "scalar":
         rows, inner = _numbers(values, replace)
@@ -191,6 +213,13 @@ def to_rows(
         full[valid] = rows
         rows = full
     return rows, nulls
+
+
+def _leaf_dtype(type: pa.DataType) -> Any:
+    """The numpy dtype of the numbers in lists or vectors of this type."""
+    while hasattr(type, "value_type"):
+        type = type.value_type
+    return np.float64 if pt.is_struct(type) else type.to_pandas_dtype()
 
 
 def _reshaped(name: str, rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
