@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from ..errors import HvdError, InvalidArgument, RankFailed
@@ -125,15 +126,13 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _options() -> argparse.ArgumentParser:
-    from .. import __version__
-
     parser = argparse.ArgumentParser("hvdrun", usage=_USAGE, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-np", "--num-proc", type=int, required=True, help="number of ranks")
     parser.add_argument(
         "--cpus-per-rank", type=int, help="compute threads of a rank; default: an equal share"
     )
     parser.add_argument("--timeout-s", type=float, help="end the ranks after so many seconds")
-    parser.add_argument("--version", action="version", version=f"hvd {__version__}")
+    parser.add_argument("--version", action="version", version=f"hvd {version('hvd')}")
     return parser
 
 
