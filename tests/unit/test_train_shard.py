@@ -148,6 +148,13 @@ def test_nulls_are_counted_or_filled(x: Any, filled: Any) -> None:
         pack(plan(table, null_value={"y": 7}), table)
 
 
+def test_one_column_as_input_and_label_in_several_batches() -> None:
+    table = pa.table({"y": [1.0, 2.0]})
+    shard = pack(plan(table, "y"), table, table)
+    assert shard.block(0).tolist() == [[1], [2], [1], [2]]
+    assert shard.block(1).tolist() == [1, 2, 1, 2]
+
+
 @pytest.mark.parametrize("kind", [pa.list_(pa.float32()), VECTOR])
 def test_a_batch_of_nothing_but_null_rows(kind: Any) -> None:
     one = vector_array([[1.0, 2.0]]) if kind == VECTOR else pa.array([[1.0, 2.0]], kind)

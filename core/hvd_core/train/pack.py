@@ -55,9 +55,11 @@ class Packer:
         if column.kind in ("binary", "unsupported"):
             return np.array([*values.to_pylist(), None], dtype=object)[:-1]
         fill = self._layout.null_value_of(column.name)
-        shape = self._layout.shapes.get(column.name) or self._known_shape(column.name)
+        shape = self._layout.shapes.get(column.name)
         if column.kind != "scalar" and shape is None and 0 < len(values) == values.null_count:
-            self._say_only_nulls(column.name, len(values), fill)
+            shape = self._known_shape(column.name)
+            if shape is None:
+                self._say_only_nulls(column.name, len(values), fill)
         try:
             rows, nulls = to_rows(column, values, fill, shape)
         except (pa.ArrowInvalid, OverflowError) as error:
