@@ -270,7 +270,7 @@ class RankProcess:
         if self._overdue:
             notes.append("it closed its channel without a result and did not exit")
         if -status == signal.SIGKILL and not self._overdue:
-            notes.append("from outside; often the host or the container had no memory left")
+            notes.append("nobody here sent it: often the host or the container had no memory left")
         if said := without_our_frames(self._stderr_tail):
             notes += ["its last lines on stderr:", *(f"  {line}" for line in said)]
         if status >= 0:
