@@ -102,7 +102,7 @@ Segment::~Segment() { ::munmap(data_, nbytes_); }
 
 Result<std::unique_ptr<Arena>> Arena::Create(int rank, int size, size_t chunk_nbytes, bool eager_cpus) {
   std::unique_ptr<Arena> arena(new Arena(rank, size, RoundUp(chunk_nbytes, kPage), eager_cpus));
-  auto control = Segment::Create(kPage + 2 * arena->chunk_nbytes_);
+  auto control = Segment::Create(kPage + kMailboxNbytes + 2 * arena->chunk_nbytes_);
   if (!control.ok()) return control.status();
   arena->control_ = control.value();
   new (arena->control_->data()) Control{};
@@ -154,8 +154,10 @@ bool Arena::complete() const {
   return true;
 }
 
+std::byte* Arena::mailbox(int rank) const { return controls_[static_cast<size_t>(rank)]->data() + kPage; }
+
 std::byte* Arena::staging(int rank, int buffer) const {
-  return controls_[static_cast<size_t>(rank)]->data() + kPage + static_cast<size_t>(buffer) * chunk_nbytes_;
+  return mailbox(rank) + kMailboxNbytes + static_cast<size_t>(buffer) * chunk_nbytes_;
 }
 
 uint32_t Arena::Arrive() {

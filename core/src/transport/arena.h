@@ -81,6 +81,10 @@ class Arena {
   int size() const { return static_cast<int>(controls_.size()); }
   size_t chunk_nbytes() const { return chunk_nbytes_; }
   std::byte* staging(int rank, int buffer) const;
+  // kMailboxNbytes that `rank` writes and the others read, zero at first; what is in them is the scheduler's
+  // business.
+  static constexpr size_t kMailboxNbytes = 16 << 10;
+  std::byte* mailbox(int rank) const;
 
   // Returns the number of the step this rank has now reached.
   uint32_t Arrive();
