@@ -19,6 +19,10 @@ constexpr auto kIdle = std::chrono::seconds(60);
 // How long a dying or closing rank tries to tell the others why.
 constexpr auto kLastWords = std::chrono::milliseconds(500);
 
+Topology OneHost(int rank, int size) {
+  return Topology::Of(std::vector<std::string>(static_cast<size_t>(size)), rank).value();
+}
+
 std::string SecondsText(Clock::duration duration) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";
 }
@@ -30,7 +34,8 @@ Scheduler::Scheduler(const SchedulerOptions& options, std::unique_ptr<Exchange> 
     : options_(options),
       exchange_(std::move(exchange)),
       arena_(std::move(arena)),
-      collectives_(*arena_, [this](int awaited_rank) { return Tick(awaited_rank); }),
+      collectives_(OneHost(options.rank, options.size), *arena_, {},
+                   [this](int awaited_rank) { return Tick(awaited_rank); }),
       negotiator_(options.size, options.fusion_nbytes),
       next_stall_check_(Clock::now() + kStallCheckEvery),
       death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),

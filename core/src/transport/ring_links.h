@@ -1,0 +1,17 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "transport/link.h"
+
+namespace hvd {
+
+// The data links of one rank: `ring_streams` to the rank with the same local rank on the previous and on the
+// next host. A chain, not a circle: `previous` is empty on the first host and `next` on the last one. Only
+// the first Topology::slices() ranks of a host have any.
+struct RingLinks {
+  std::vector<std::unique_ptr<Link>> previous, next;
+};
+
+}  // namespace hvd
