@@ -193,6 +193,45 @@ struct Shape {
   size_t shift;  // bytes off alignment, different for every buffer
 };
 
+// Accumulate over the ranks of one host after another, each with kernels of its own, then Finish.
+template <DType kDType>
+void CheckSplit(ReduceOp op, const Scale& scale, const Shape& shape, std::vector<const void*> srcs,
+                const std::vector<typename Element<kDType>::Stored>& expected,
+                const std::vector<std::string>& kernels, std::mt19937_64& random) {
+  const size_t nbytes = shape.count * sizeof(expected[0]);
+  const size_t acc_nbytes = shape.count * ItemSize(AccType(kDType));
+  Buffer accs[] = {{nullptr, acc_nbytes, shape.shift}, {nullptr, acc_nbytes, 2 * shape.shift}};
+  const auto use_any = [&] { CHECK(UseKernels(kernels[random() % kernels.size()]).ok()); };
+  int from = -1;
+  std::string split;
+  for (int begin = 0; begin < shape.n;) {
+    const int ranks = 1 + static_cast<int>(random() % static_cast<uint64_t>(shape.n - begin));
+    const int to = from == -1 || random() % 2 == 0 ? 0 : 1;
+    use_any();
+    Accumulate(kDType, op, scale, from == -1 ? nullptr : accs[from].begin(), srcs.data() + begin, ranks,
+               accs[to].begin(), shape.count);
+    from = to;
+    begin += ranks;
+    split += std::to_string(ranks) + ' ';
+  }
+  std::vector<Buffer> outs;
+  std::vector<void*> dsts;
+  for (int k = 0; k < shape.m; ++k) outs.emplace_back(nullptr, nbytes, shape.shift);
+  for (Buffer& out : outs) dsts.push_back(out.begin());
+  if (AccType(kDType) == kDType) dsts[0] = accs[from].begin();
+  use_any();
+  Finish(kDType, op, scale, accs[from].begin(), dsts.data(), shape.m, shape.count);
+  bool is_right = accs[0].IsIntact(acc_nbytes) && accs[1].IsIntact(acc_nbytes);
+  for (void* dst : dsts) is_right &= nbytes == 0 || std::memcmp(dst, expected.data(), nbytes) == 0;
+  for (const Buffer& out : outs) is_right &= out.IsIntact(nbytes);
+  if (!is_right) {
+    check::Fail(__FILE__, __LINE__,
+                std::string(Name(kDType)) + " " + Name(op) + " ranks of hosts: " + split +
+                    "m=" + std::to_string(shape.m) + " count=" + std::to_string(shape.count) +
+                    " pre=" + std::to_string(scale.pre) + " post=" + std::to_string(scale.post));
+  }
+}
+
 template <DType kDType>
 void CheckOne(ReduceOp op, const Scale& scale, const Shape& shape, const std::vector<std::string>& kernels,
               std::mt19937_64& random) {
@@ -222,6 +261,8 @@ void CheckOne(ReduceOp op, const Scale& scale, const Shape& shape, const std::ve
     for (size_t k = 0; k < others.size(); ++k) {
       dsts.push_back(shape.in_place && k < sources.size() ? sources[k].begin() : others[k].begin());
     }
+    CheckSplit<kDType>(op, scale, shape, srcs, expected, kernels, random);
+    CHECK(UseKernels(name).ok());
     Reduce(kDType, op, scale, srcs.data(), shape.n, dsts.data(), shape.m, shape.count);
 
     bool is_right = true;
@@ -356,6 +397,14 @@ TEST(ClampsScaledIntegers) {
   CheckScaled<DType::kUInt64>(uint64_t{1} << 63, 2.0, std::numeric_limits<uint64_t>::max());
   CheckScaled<DType::kUInt64>(uint64_t{1} << 62, 2.0, uint64_t{1} << 63);
   CheckScaled<DType::kUInt64>(uint64_t{5}, -1.0, uint64_t{0});
+}
+
+TEST(AccumulatesInFloatOrAsStored) {
+  for (int i = 0; i < kNumDTypes; ++i) {
+    const auto dtype = static_cast<DType>(i);
+    const bool is_small_float = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+    CHECK_EQ(AccType(dtype), is_small_float ? DType::kFloat32 : dtype);
+  }
 }
 
 TEST(RefusesWhatItCannotDo) {

@@ -50,6 +50,10 @@ const KernelTable& TableInUse() {
   return *table;
 }
 
+void Run(DType dtype, ReduceOp op, const Scale& scale, const Operands& operands, size_t count) {
+  TableInUse().reduce[static_cast<size_t>(dtype)](op, scale, operands, count);
+}
+
 }  // namespace
 
 const char* Name(Kernels kernels) {
@@ -103,7 +107,21 @@ Status CheckReduce(DType dtype, ReduceOp op, const Scale& scale) {
 
 void Reduce(DType dtype, ReduceOp op, const Scale& scale, const void* const* srcs, int n, void* const* dsts,
             int m, size_t count) {
-  TableInUse().reduce[static_cast<size_t>(dtype)](op, scale, srcs, n, dsts, m, count);
+  Run(dtype, op, scale, {.srcs = srcs, .n = n, .dsts = dsts, .m = m}, count);
+}
+
+DType AccType(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? DType::kFloat32 : dtype;
+}
+
+void Accumulate(DType dtype, ReduceOp op, const Scale& scale, const void* acc_in, const void* const* srcs,
+                int n, void* acc_out, size_t count) {
+  Run(dtype, op, scale, {.acc_in = acc_in, .srcs = srcs, .n = n, .acc_out = acc_out}, count);
+}
+
+void Finish(DType dtype, ReduceOp op, const Scale& scale, const void* acc, void* const* dsts, int m,
+            size_t count) {
+  Run(dtype, op, scale, {.acc_in = acc, .dsts = dsts, .m = m}, count);
 }
 
 }  // namespace hvd

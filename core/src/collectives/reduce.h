@@ -39,6 +39,23 @@ Status CheckReduce(DType dtype, ReduceOp op, const Scale& scale);
 void Reduce(DType dtype, ReduceOp op, const Scale& scale, const void* const* srcs, int n, void* const* dsts,
             int m, size_t count);
 
+// Reduce in parts, for ranks whose elements are not all in one place: each place adds its ranks, in rank
+// order, to an accumulator that it passes on. However the ranks are split, Finish gives the bits of Reduce.
+
+// The dtype of an accumulator: float for 16-bit floats, else the dtype itself.
+DType AccType(DType dtype);
+
+// acc_out = acc_in op (scale.pre * each of n sources), left to right; with acc_in null it starts at the first
+// source, and n >= 1. acc_out may be acc_in or, if AccType(dtype) is dtype, a source. Neither divides nor
+// scales afterwards.
+void Accumulate(DType dtype, ReduceOp op, const Scale& scale, const void* acc_in, const void* const* srcs,
+                int n, void* acc_out, size_t count);
+
+// What is left of Reduce: acc / scale.divisor * scale.post, stored as dtype in every one of m destinations,
+// of which one may be acc if AccType(dtype) is dtype.
+void Finish(DType dtype, ReduceOp op, const Scale& scale, const void* acc, void* const* dsts, int m,
+            size_t count);
+
 // The machine the kernels are compiled for. Chosen by the CPU; results do not depend on it.
 enum class Kernels { kBaseline, kAvx2, kAvx512 };
 const char* Name(Kernels kernels);

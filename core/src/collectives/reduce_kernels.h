@@ -9,9 +9,19 @@ namespace hvd {
 
 struct Scale;
 
-// One dtype's reduction; arguments as in Reduce.
-using ReduceFn = void (*)(ReduceOp op, const Scale& scale, const void* const* srcs, int n, void* const* dsts,
-                          int m, size_t count);
+// What Reduce, Accumulate and Finish have in common: start from acc_in or else from the first source, add the
+// sources, then either store the accumulator or finish it into the destinations.
+struct Operands {
+  const void* acc_in = nullptr;
+  const void* const* srcs = nullptr;
+  int n = 0;
+  void* acc_out = nullptr;
+  void* const* dsts = nullptr;
+  int m = 0;
+};
+
+// One dtype's arithmetic.
+using ReduceFn = void (*)(ReduceOp op, const Scale& scale, const Operands& operands, size_t count);
 
 // By dtype.
 struct KernelTable {
