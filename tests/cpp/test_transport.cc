@@ -1,4 +1,5 @@
 // Links, frames, steps and collectives with ranks as threads of this process, on good links and on bad ones.
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <atomic>
@@ -197,6 +198,44 @@ TEST(wake_ends_a_poll_from_another_thread) {
   a.Poll(In(10));
   CHECK(Clock::now() - begin < Seconds(5));
   waker.join();
+}
+
+TEST(another_thread_may_wait_for_news) {
+  Links links = Connected();
+  Exchange a(0, 2, Seconds(30)), b(1, 2, Seconds(30));
+  a.Add(1, std::move(links.first), 0);
+  b.Add(0, std::move(links.second), 0);
+  pollfd news{a.wait_fd(), POLLIN, 0};
+  CHECK_EQ(::poll(&news, 1, 0), 0);
+  for (const bool by_wake : {false, true}) {
+    std::thread teller([&] { by_wake ? a.Wake() : b.Post(0, FrameKind::kAnnounce, "news"); });
+    CHECK_EQ(::poll(&news, 1, 10'000), 1);
+    CHECK_EQ(::poll(&news, 1, 0), 1);  // until it is taken
+    teller.join();
+    a.Poll(In(5));
+    CHECK_EQ(a.Next().has_value(), !by_wake);
+    CHECK_EQ(::poll(&news, 1, 0), 0);
+  }
+  CHECK(a.next_beat() > Clock::now() && a.next_beat() < In(30));
+}
+
+TEST(a_peer_that_reads_late_gets_everything) {
+  Links links = Connected();
+  Exchange a(0, 2, Seconds(30)), b(1, 2, Seconds(30));
+  a.Add(1, std::move(links.first), 0);
+  b.Add(0, std::move(links.second), 0);
+  const std::string large(3 << 20, 'x');  // more than the socket holds
+  a.Post(1, FrameKind::kAnnounce, large);
+  pollfd news{a.wait_fd(), POLLIN, 0};
+  CHECK_EQ(::poll(&news, 1, 0), 0);  // nothing to be done until b reads
+  std::thread reader([&] {
+    std::optional<Frame> frame;
+    while (!(frame = b.Next()) && b.lost().ok()) b.Poll(In(10));
+    CHECK(frame && frame->payload == large);
+  });
+  a.Flush(In(10));
+  reader.join();
+  CHECK_EQ(::poll(&news, 1, 0), 0);
 }
 
 // -- in-host collectives --

@@ -26,6 +26,7 @@ from .calls import (
     add_until_it_fails,
     close,
     disagree,
+    fork_a_child,
     gather_more_than_memory,
     hold_the_gil_then_add,
     is_done_within,
@@ -65,6 +66,21 @@ def test_death_is_noticed_without_a_collective_and_stays() -> None:
         assert "rank 0" in reason
         assert at - killed_at < 0.5
         assert isinstance(ranks[1].call(add_again_after_death), PeerLost)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_death_is_noticed_although_a_child_of_the_rank_keeps_its_connections() -> None:
+    with connected_ranks(2) as ranks:
+        child = ranks[0].call(fork_a_child)
+        try:
+            ranks[1].start(wait_for_death)
+            killed_at = ranks[0].kill()
+            reason, at = ranks[1].result()
+        finally:
+            os.kill(child, signal.SIGKILL)
+        assert reason is not None
+        assert "rank 0" in reason
+        assert at - killed_at < 0.5
 
 
 def test_a_stopped_rank_is_reported_as_stopped() -> None:

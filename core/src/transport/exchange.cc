@@ -1,7 +1,9 @@
 #include "transport/exchange.h"
 
-#include <poll.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -17,6 +19,12 @@ constexpr size_t kHeaderBytes = 5;
 // stream.
 constexpr uint32_t kMaxPayloadBytes = 256u << 20;
 constexpr size_t kReadBytes = 64 << 10;
+constexpr int kEventsAtOnce = 64;
+
+// What an epoll event is about: the wake eventfd, or the link or the process of a peer.
+constexpr uint64_t kWakeEvent = ~uint64_t{0};
+constexpr uint64_t LinkEvent(int peer) { return static_cast<uint64_t>(peer) * 2; }
+constexpr uint64_t ProcessEvent(int peer) { return static_cast<uint64_t>(peer) * 2 + 1; }
 
 std::string Header(FrameKind kind, size_t payload) {
   std::string header(kHeaderBytes, '\0');
@@ -55,13 +63,23 @@ std::string InSeconds(Clock::duration duration) {
 Exchange::Exchange(int self, int size, Clock::duration peer_timeout)
     : self_(self),
       peer_timeout_(peer_timeout),
-      beat_every_(peer_timeout / 5),
+      beat_every_(peer_timeout / 10),
       next_beat_(Clock::now() + beat_every_),
       last_poll_(Clock::now()),
       peers_(static_cast<size_t>(size)),
-      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-  if (!wake_.valid())
-    status_ = Status(Code::kInvalid, std::string("cannot make an eventfd: ") + std::strerror(errno));
+      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+  if (!wake_.valid() || !epoll_.valid() || !Watch(wake_.get(), kWakeEvent)) {
+    status_ =
+        Status(Code::kInvalid, std::string("cannot make an eventfd or epoll set: ") + std::strerror(errno));
+  }
+}
+
+bool Exchange::Watch(int fd, uint64_t what) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = what;
+  return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 void Exchange::Add(int peer, std::unique_ptr<Link> link, int peer_pid) {
@@ -70,6 +88,12 @@ void Exchange::Add(int peer, std::unique_ptr<Link> link, int peer_pid) {
   p.link = std::move(link);
   p.pid = peer_pid;
   p.heard = Clock::now();
+  if (!Watch(p.link->fd(), LinkEvent(peer))) {
+    return Lose(peer, Status(Code::kPeerLost, std::string("cannot watch its link: ") + std::strerror(errno)));
+  }
+  if (peer_pid <= 0 || peer_pid == ::getpid()) return;
+  p.process.Reset(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));  // an old kernel has none
+  if (p.process.valid()) Watch(p.process.get(), ProcessEvent(peer));
 }
 
 void Exchange::Post(int peer, FrameKind kind, std::string_view payload, int pass_fd) {
@@ -85,6 +109,13 @@ void Exchange::PostAll(FrameKind kind, std::string_view payload, int pass_fd) {
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) Post(peer, kind, payload, pass_fd);
 }
 
+void Exchange::PostHost(FrameKind kind, std::string_view payload, int pass_fd) {
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    const Peer& p = peers_[static_cast<size_t>(peer)];
+    if (p.link != nullptr && p.link->same_host()) Post(peer, kind, payload, pass_fd);
+  }
+}
+
 void Exchange::Poll(Clock::time_point deadline) {
   while (inbox_.empty() && !PollOnce(deadline) && Clock::now() < deadline) {
   }
@@ -96,39 +127,46 @@ bool Exchange::PollOnce(Clock::time_point deadline) {
   if (now - last_poll_ > peer_timeout_ / 2) {
     for (Peer& p : peers_) p.heard = now;
   }
-  Beat(now);
-
-  std::vector<pollfd> fds;
-  std::vector<int> owners;
-  fds.reserve(peers_.size() + 1);
-  fds.push_back({wake_.get(), POLLIN, 0});
-  owners.push_back(self_);
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    const Peer& p = peers_[static_cast<size_t>(peer)];
-    if (p.state != State::kConnected) continue;
-    const short events = static_cast<short>(p.outgoing.empty() ? POLLIN : POLLIN | POLLOUT);
-    fds.push_back({p.link->fd(), events, 0});
-    owners.push_back(peer);
-  }
-  const int timeout_ms = MillisecondsUntil(std::min(deadline, next_beat_), now);
-  const int ready = ::poll(fds.data(), fds.size(), timeout_ms);
-  last_poll_ = now = Clock::now();
-
   bool happened = false;
-  if (ready > 0) {
-    if ((fds[0].revents & POLLIN) != 0) {
-      uint64_t count = 0;
-      happened = ::read(wake_.get(), &count, sizeof count) > 0;
-    }
-    for (size_t i = 1; i < fds.size(); ++i) {
-      if ((fds[i].revents & POLLOUT) != 0) Send(owners[i]);
-      if ((fds[i].revents & (POLLIN | POLLHUP | POLLERR)) != 0) happened |= Receive(owners[i]);
-    }
+  if (now >= next_beat_) {
+    next_beat_ = now + beat_every_;
+    PostAll(FrameKind::kBeat, {});
+    happened = CheckSilence(now);
   }
-  return CheckSilence(now) || happened;
+  epoll_event events[kEventsAtOnce];
+  const int timeout_ms = happened ? 0 : MillisecondsUntil(std::min(deadline, next_beat_), now);
+  const int ready = ::epoll_wait(epoll_.get(), events, kEventsAtOnce, timeout_ms);
+  last_poll_ = Clock::now();
+  for (int i = 0; i < ready; ++i) {
+    const uint64_t what = events[i].data.u64;
+    if (what == kWakeEvent) {
+      uint64_t count = 0;
+      happened |= ::read(wake_.get(), &count, sizeof count) > 0;
+      continue;
+    }
+    const int peer = static_cast<int>(what / 2);
+    if (what == ProcessEvent(peer)) {
+      happened |= LoseEnded(peer);
+      continue;
+    }
+    if ((events[i].events & EPOLLOUT) != 0) Send(peer);
+    if ((events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) happened |= Receive(peer);
+  }
+  return happened;
 }
 
 void Exchange::Send(int peer) {
+  SendQueued(peer);
+  Peer& p = peers_[static_cast<size_t>(peer)];
+  if (p.link == nullptr || p.wants_to_send == !p.outgoing.empty()) return;
+  p.wants_to_send = !p.outgoing.empty();
+  epoll_event event{};
+  event.events = p.wants_to_send ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  event.data.u64 = LinkEvent(peer);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, p.link->fd(), &event);
+}
+
+void Exchange::SendQueued(int peer) {
   Peer& p = peers_[static_cast<size_t>(peer)];
   while (p.state == State::kConnected && !p.outgoing.empty()) {
     Outgoing& front = p.outgoing.front();
@@ -143,7 +181,7 @@ void Exchange::Send(int peer) {
   }
 }
 
-bool Exchange::Receive(int peer) {
+bool Exchange::Receive(int peer, bool to_the_end) {
   Peer& p = peers_[static_cast<size_t>(peer)];
   std::byte bytes[kReadBytes];
   bool happened = false;
@@ -159,7 +197,7 @@ bool Exchange::Receive(int peer) {
     p.heard = Clock::now();
     p.incoming.append(reinterpret_cast<const char*>(bytes), received.value());
     happened |= Parse(peer);
-    if (received.value() < sizeof bytes) break;
+    if (received.value() < sizeof bytes && !to_the_end) break;
   }
   return happened;
 }
@@ -178,8 +216,7 @@ bool Exchange::Parse(int peer) {
     }
     if (p.incoming.size() - at < kHeaderBytes + size) break;
     if (kind == FrameKind::kBye) {
-      p.state = State::kLeft;
-      p.link.reset();
+      Disconnect(peer, State::kLeft);
       happened = true;
     } else if (kind != FrameKind::kBeat) {
       Frame frame{peer, kind, p.incoming.substr(at + kHeaderBytes, size), UniqueFd()};
@@ -196,19 +233,33 @@ bool Exchange::Parse(int peer) {
   return happened;
 }
 
-void Exchange::Lose(int peer, const Status& why) {
+// Out of the set before it is closed: a forked child of this process may hold the same socket, and then
+// closing it alone would leave it there. Not done when the Exchange goes, which such a child may do too.
+void Exchange::Disconnect(int peer, State state) {
   Peer& p = peers_[static_cast<size_t>(peer)];
-  p.state = State::kLost;
+  p.state = state;
+  p.outgoing.clear();
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, p.link->fd(), nullptr);
   p.link.reset();
+  if (!p.process.valid()) return;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, p.process.get(), nullptr);
+  p.process.Reset();
+}
+
+void Exchange::Lose(int peer, const Status& why) {
+  Disconnect(peer, State::kLost);
   if (!lost_.ok()) return;
   lost_peer_ = peer;
   lost_ = Status(Code::kPeerLost, "lost rank " + std::to_string(peer) + ": " + std::string(why.text()));
 }
 
-void Exchange::Beat(Clock::time_point now) {
-  if (now < next_beat_) return;
-  next_beat_ = now + beat_every_;
-  PostAll(FrameKind::kBeat, {});
+// What it said before it ended (goodbye, or why) comes first.
+bool Exchange::LoseEnded(int peer) {
+  const Peer& p = peers_[static_cast<size_t>(peer)];
+  if (p.state != State::kConnected) return false;
+  Receive(peer, true);
+  if (p.state == State::kConnected) Lose(peer, Status(Code::kPeerLost, "its process ended"));
+  return true;
 }
 
 bool Exchange::CheckSilence(Clock::time_point now) {
