@@ -19,6 +19,8 @@ std::vector<std::vector<TensorRef>> Fuse(const std::vector<Decision>& decisions,
     if (!decisions[d].mismatch.empty() || request.op == Op::kBarrier) continue;
     for (uint32_t m = 0; m < request.members.size(); ++m) {
       const Member& member = request.members[m];
+      if (request.op == Op::kPlan && m > 0)
+        break;  // members[0] has the place, and that is all there is to do
       if (request.op != Op::kAllreduce) {
         batches.push_back({{d, m}});
         continue;

@@ -15,6 +15,13 @@ struct Gathered {
   std::vector<int64_t> shape;
 };
 
+// What a plan request gives: by local rank, the segments that the ranks of this host named. Empty unless all
+// of them named one.
+struct Meeting {
+  std::vector<std::shared_ptr<Segment>> segments;
+  std::vector<uint64_t> offsets;
+};
+
 // A submitted collective. Completed once by the scheduler; waited for by any number of threads.
 class Handle {
  public:
@@ -36,9 +43,11 @@ class Handle {
     return status_;
   }
   const std::vector<Gathered>& gathered() const { return gathered_; }
+  const Meeting& meeting() const { return meeting_; }
 
   // The scheduler's side: results first, then Complete().
   std::vector<Gathered>& results() { return gathered_; }
+  void SetMeeting(Meeting meeting) { meeting_ = std::move(meeting); }
   void Complete(Status status) EXCLUDES(mutex_) {
     MutexLock lock(mutex_);
     if (done_) return;
@@ -53,6 +62,7 @@ class Handle {
   bool done_ GUARDED_BY(mutex_) = false;
   Status status_ GUARDED_BY(mutex_);
   std::vector<Gathered> gathered_;  // written before done_, read after
+  Meeting meeting_;                 // likewise
 };
 
 }  // namespace hvd

@@ -111,7 +111,7 @@ Round Negotiator::Decide() {
       const bool in_arena =
           std::all_of(places.begin(), places.end(), [](const Location& p) { return p.valid(); });
       if (first.op == Op::kAllgather) decision.rows.push_back(std::move(rows));
-      if (first.op == Op::kAllreduce)
+      if (first.op == Op::kAllreduce || first.op == Op::kPlan)
         decision.places.push_back(in_arena ? std::move(places) : std::vector<Location>());
     }
     round.decisions.push_back(std::move(decision));

@@ -27,7 +27,7 @@ constexpr int64_t kMaxTensorBytes = int64_t{1} << 48;
 
 // An authenticated peer of another build may still send values that mean nothing here.
 bool Makes(const Request& request) {
-  if (request.op > Op::kBarrier || static_cast<int>(request.reduce) >= kNumReduceOps) return false;
+  if (request.op > Op::kPlan || static_cast<int>(request.reduce) >= kNumReduceOps) return false;
   for (const Member& member : request.members) {
     if (static_cast<int>(member.dtype) >= kNumDTypes) return false;
     int64_t nbytes = static_cast<int64_t>(ItemSize(member.dtype));
@@ -57,6 +57,8 @@ const char* Name(Op op) {
       return "broadcast";
     case Op::kBarrier:
       return "barrier";
+    case Op::kPlan:
+      return "plan";
   }
   return "?";
 }

@@ -10,7 +10,9 @@
 
 namespace hvd {
 
-enum class Op : uint8_t { kAllreduce, kAllgather, kBroadcast, kBarrier };
+// kPlan: the ranks agree on tensors that come back every step, and learn where the others keep the words of
+// the plan: members[0].where says it, the members are the tensors. Nothing is reduced.
+enum class Op : uint8_t { kAllreduce, kAllgather, kBroadcast, kBarrier, kPlan };
 const char* Name(Op op);
 
 // One tensor of a request, as its rank submitted it.
@@ -47,7 +49,8 @@ struct Decision {
   std::string mismatch;  // not empty: nothing is done, and this is why
   // Allgather only: first extents, [member][rank].
   std::vector<std::vector<int64_t>> rows;
-  // Allreduce of members that lie in the arena on every rank: [member][rank]; otherwise empty per member.
+  // Allreduce and plan, of members that lie in the arena on every rank: [member][rank]; otherwise empty per
+  // member.
   std::vector<std::vector<Location>> places;
 };
 

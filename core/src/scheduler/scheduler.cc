@@ -310,7 +310,9 @@ Status Scheduler::Resolve(const Round& round, std::vector<Submission*>* submissi
       const Decision& decision = round.decisions[tensor.decision];
       const Request& request = (*submissions)[tensor.decision]->request;
       if (tensor.member >= request.members.size()) return broken;
-      if (request.op == Op::kAllreduce && decision.places.size() != request.members.size()) return broken;
+      if ((request.op == Op::kAllreduce || request.op == Op::kPlan) &&
+          decision.places.size() != request.members.size())
+        return broken;
       if (request.op == Op::kAllgather &&
           (decision.rows.size() != request.members.size() ||
            decision.rows[tensor.member].size() != static_cast<size_t>(options_.size)))
@@ -362,6 +364,8 @@ Status Scheduler::RunBatch(const Round& round, const std::vector<Submission*>& s
       const Buffer& buffer = submission.buffers[first.member];
       return collectives_.Broadcast(request.root, buffer.in, buffer.out, member.nbytes());
     }
+    case Op::kPlan:
+      return RunPlan(submission, round.decisions[first.decision].places[first.member]);
     case Op::kBarrier:
       break;
   }
@@ -392,7 +396,28 @@ Status Scheduler::RunAllreduce(const Round& round, const std::vector<Submission*
                   : collectives_.Allreduce(pieces, dtype, first.reduce, scale);
 }
 
-// Where every rank has the tensor. A peer's segment may still be on its way.
+// A peer's segment may still be on its way.
+Status Scheduler::AwaitSegment(int rank, const Location& place) {
+  while (!arena_->HasSegment(rank, place.segment)) {
+    exchange_->Poll(Clock::now() + kStallCheckEvery);
+    HVD_RETURN_IF_ERROR(Tick(rank));
+  }
+  return Status::Ok();
+}
+
+Status Scheduler::RunPlan(Submission& submission, const std::vector<Location>& places) {
+  Meeting meeting;
+  for (int rank = 0; rank < static_cast<int>(places.size()); ++rank) {
+    const Location& place = places[static_cast<size_t>(rank)];
+    HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
+    meeting.segments.push_back(arena_->SegmentOf(rank, place.segment));
+    meeting.offsets.push_back(place.offset);
+  }
+  submission.handle->SetMeeting(std::move(meeting));
+  return Status::Ok();
+}
+
+// Where every rank has the tensor.
 Status Scheduler::Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece) {
   const Status nowhere(Code::kPeerLost,
                        "a rank announced a place outside of its arena for '" + member.name + "'");
@@ -400,10 +425,7 @@ Status Scheduler::Place(const Member& member, const std::vector<Location>& place
   piece->count = member.count();
   for (int rank = 0; rank < options_.size; ++rank) {
     const Location& place = places[static_cast<size_t>(rank)];
-    while (!arena_->HasSegment(rank, place.segment)) {
-      exchange_->Poll(Clock::now() + kStallCheckEvery);
-      HVD_RETURN_IF_ERROR(Tick(rank));
-    }
+    HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
     std::byte* at = arena_->At(rank, place, member.nbytes());
     if (at == nullptr) return nowhere;
     piece->at.push_back(at);

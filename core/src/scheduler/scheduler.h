@@ -62,6 +62,8 @@ class Scheduler final : public Engine {
   Status RunAllreduce(const Round& round, const std::vector<Submission*>& submissions,
                       const std::vector<TensorRef>& batch);
   Status RunAllgather(Submission& submission, uint32_t member, const std::vector<int64_t>& rows);
+  Status RunPlan(Submission& submission, const std::vector<Location>& places);
+  Status AwaitSegment(int rank, const Location& place);
   Status Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece);
   void Decide();
   void Die(Status status, bool tell_peers) EXCLUDES(mutex_);

@@ -57,6 +57,7 @@ Status Solo::Run(const Request& request, const Buffer& buffer, size_t index, Han
       if (buffer.in != buffer.out && nbytes > 0) std::memmove(buffer.out, buffer.in, nbytes);
       return Status::Ok();
     case Op::kBarrier:
+    case Op::kPlan:
       break;
   }
   return Status::Ok();

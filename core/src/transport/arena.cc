@@ -138,6 +138,12 @@ bool Arena::HasSegment(int rank, uint32_t number) const {
   return segments_[static_cast<size_t>(rank)].contains(number);
 }
 
+std::shared_ptr<Segment> Arena::SegmentOf(int rank, uint32_t number) const {
+  const auto& mine = segments_[static_cast<size_t>(rank)];
+  const auto found = mine.find(number);
+  return found == mine.end() ? nullptr : found->second;
+}
+
 std::byte* Arena::At(int rank, const Location& where, size_t nbytes) const {
   const auto& mine = segments_[static_cast<size_t>(rank)];
   const auto found = mine.find(where.segment);

@@ -70,6 +70,7 @@ class Arena {
   // Segment `number` of `rank`; number 0 is its control segment, needed before the first step.
   Status AddSegment(int rank, uint32_t number, std::shared_ptr<Segment> segment);
   bool HasSegment(int rank, uint32_t number) const;
+  std::shared_ptr<Segment> SegmentOf(int rank, uint32_t number) const;  // null if it is not there
   std::byte* At(int rank, const Location& where, size_t nbytes) const;  // null if there is no such place
 
   const std::shared_ptr<Segment>& control() const { return control_; }
