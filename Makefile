@@ -11,7 +11,6 @@ BIN := $(VENV)/bin
 CPP := $(shell find core/src tests/cpp -name '*.cc' -o -name '*.h' -o -name '*.inc' 2>/dev/null)
 CMAKE_INPUTS := $(CPP) $(shell find core tests/cpp -name CMakeLists.txt 2>/dev/null)
 PYTHON_DIRS := $(wildcard core/hvd_core hvd_spark hvd_ray tests examples benchmarks scripts)
-BENCHMARKS := $(wildcard benchmarks/*.py)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Spark's executors must run the interpreter that the driver runs.
@@ -65,8 +64,7 @@ format: $(VENV)/.ready
 	$(BIN)/clang-format -i $(CPP)
 
 bench: $(VENV)/.native
-	@if [ -z "$(BENCHMARKS)" ]; then echo "no benchmarks yet"; fi
-	for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+	$(BIN)/python benchmarks/run_all.py
 
 clean:
 	rm -rf build dist $(VENV)/.native .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,87 @@
+"""Times contenders turn by turn, and what the times say."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from side_by_side import Ranks
+
+LEAST_PAIRS = 15
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the same thing. `prepare(turn)` writes the inputs and `check(turn)` asserts the result,
+    both outside of the timing."""
+
+    name: str
+    call: Callable[[], Any]
+    prepare: Callable[[int], None]
+    check: Callable[[int], None]
+
+
+Times = dict[str, np.ndarray]
+
+
+def race(
+    ranks: Ranks,
+    contenders: Sequence[Contender],
+    *,
+    budget_s: float,
+    most: int = 300,
+    least: int = LEAST_PAIRS,
+) -> Times:
+    """Seconds per contender and turn, those of the slowest rank of the turn.
+
+    All contenders have a turn, then all have the next; who begins changes. As many turns as fit into
+    `budget_s`, but `least` to `most`.
+    """
+    taken: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+
+    def turn(number: int) -> None:
+        for i in range(len(contenders)):
+            contender = contenders[(number + i) % len(contenders)]
+            contender.prepare(number)
+            ranks.barrier()
+            begin = time.perf_counter()
+            contender.call()
+            taken[contender.name].append(time.perf_counter() - begin)
+            contender.check(number)
+
+    turn(0)
+    begin = time.perf_counter()
+    turn(1)
+    turn(2)
+    each_s = (time.perf_counter() - begin) / 2
+    turns = ranks.agree(min(most, max(least, int(budget_s / each_s))))
+    for times in taken.values():
+        times.clear()
+    for number in range(turns):
+        turn(number)
+    all_times = ranks.gather(taken)
+    return {name: np.max([theirs[name] for theirs in all_times], axis=0) for name in taken}
+
+
+def median_us(times: np.ndarray) -> float:
+    return float(np.median(times)) * 1e6
+
+
+def p99_us(times: np.ndarray) -> float:
+    return float(np.quantile(times, 0.99)) * 1e6
+
+
+def ratio(of: np.ndarray, to: np.ndarray) -> tuple[float, float, float]:
+    """Median `of` / median `to` of paired times, and the ends of its 95 % interval (bootstrap over pairs)."""
+    picks = np.random.default_rng(0).integers(0, len(of), (500, len(of)))
+    ratios = np.median(of[picks], axis=1) / np.median(to[picks], axis=1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return float(np.median(of) / np.median(to)), float(low), float(high)
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None

@@ -1,0 +1,40 @@
+"""The benchmarks run and say what they should; their numbers are nobody's concern here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+#: Script → how many rows its quick run has, at least.
+SCRIPTS = {
+    "arena_vs_peers": 1,
+    "allreduce_vs_peers": 2,
+    "latency": 4,
+    "gradient_set": 4,
+    "many_small": 4,
+    "idle": 2,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_quick_run_prints_its_figure(name: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    figure = json.loads(done.stdout.splitlines()[-1])
+    assert figure["name"] == name
+    assert len(figure["rows"]) >= SCRIPTS[name]
+    assert len({tuple(row) for row in figure["rows"]}) == 1, "rows with different columns"
+    assert figure["targets"]
+    for target in figure["targets"]:
+        assert target["met"] in (True, False) or target["achieved"] is None
+    assert {"cpu", "cpus", "caches", "kernel", "versions", "date"} <= figure["facts"].keys()
+    assert 0 <= figure["foreign_cpu"] <= 1
