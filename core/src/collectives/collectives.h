@@ -1,12 +1,23 @@
 #pragma once
 
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "collectives/chain.h"
 #include "collectives/in_host.h"
+#include "collectives/relay.h"
 #include "transport/ring_links.h"
 #include "transport/topology.h"
 
 namespace hvd {
 
-struct CollectivesOptions {};
+struct CollectivesOptions {
+  // What float accumulators travel as between hosts: kFloat32, or kBFloat16 or kFloat16 for half the bytes.
+  // Outside the promise that the layout of ranks does not change the bits; all ranks still get the same.
+  DType wire_dtype = DType::kFloat32;
+};
 
 // Chooses how a collective is done for the ranks of a Group: in shared memory inside a host, over the data
 // links between hosts.
@@ -33,11 +44,46 @@ class Collectives {
   Status Broadcast(int root, const std::byte* in, std::byte* out, size_t nbytes);
 
  private:
+  struct Job {
+    DType dtype;
+    ReduceOp op;
+    Scale scale;
+  };
+  bool several_hosts() const { return topology_.hosts() > 1; }
+  bool owns_slice() const { return chain_ != nullptr; }
+  bool any_host_stages() const;
+  bool IsSmall(size_t nbytes) const;
+  int NeighbourRank(int step) const;  // on the next (1) or the previous host (-1); -1 if there is none
+
+  Status AllreduceSmall(std::span<const Piece> pieces, size_t count, const Job& job);
+  Status AllreduceStraight(std::span<const Piece> pieces, size_t count, const Job& job);
+  Status AllreduceThroughStaging(std::span<const Piece> pieces, size_t count, const Job& job);
+  ChainJob Slice(const Job& job, Range range, ChainMemory* memory) const;
+
+  // Passes the blocks of hosts (of one of them, if root is not kEveryHost) to all hosts; this host's is in
+  // `out` already, on each of its ranks. starts[h] is where the block of host h begins, starts[hosts()] the
+  // end.
+  Status RelayBlocks(std::byte* out, std::span<const size_t> starts, int root);
+
+  Status Agree();  // with the neighbours, before the first use of the links
+  template <class Machine, class IsDone>
+  Status Drive(Machine& machine, const IsDone& is_done);
+  template <class Machine>
+  Status Turn(Machine& machine, std::chrono::milliseconds patience);
+  Status TickIfDue(int awaited_rank);
+  Status Explain(const Status& failure);
+
   const Topology topology_;
   Arena& arena_;
   RingLinks links_;
-  Tick tick_;
-  Arena::Tick local_tick_;
+  const Tick tick_;
+  const Arena::Tick local_tick_;
+  const CollectivesOptions options_;
+  std::unique_ptr<Chain> chain_;  // null on ranks that own no slice
+  bool agreed_ = false;
+  Clock::time_point next_tick_{};
+  std::vector<pollfd> fds_;        // scratch
+  std::vector<std::byte> inputs_;  // scratch: of all ranks, for a small sum
 };
 
 }  // namespace hvd

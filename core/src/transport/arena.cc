@@ -35,7 +35,7 @@ void Pause() {
 #endif
 }
 
-bool Reached(uint32_t arrived, uint32_t step) { return static_cast<int32_t>(arrived - step) >= 0; }
+bool HasReached(uint32_t arrived, uint32_t step) { return static_cast<int32_t>(arrived - step) >= 0; }
 
 void FutexWait(std::atomic<uint32_t>& word, uint32_t value) {
   const timespec timeout{0, std::chrono::nanoseconds(kTick).count()};
@@ -182,9 +182,17 @@ Status Arena::Await(uint32_t step, const Tick& tick) {
   return Status::Ok();
 }
 
+bool Arena::Reached(uint32_t step) const {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != rank_ && !HasReached(control(rank)->arrived.load(std::memory_order_acquire), step))
+      return false;
+  }
+  return true;
+}
+
 Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
   Control& peer = *control(rank);
-  const auto reached = [&] { return Reached(peer.arrived.load(std::memory_order_acquire), step); };
+  const auto reached = [&] { return HasReached(peer.arrived.load(std::memory_order_acquire), step); };
   for (int i = 0; i < spins_; ++i) {
     if (reached()) return Status::Ok();
     Pause();
@@ -196,7 +204,7 @@ Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
   for (;;) {
     peer.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = peer.arrived.load(std::memory_order_seq_cst);
-    if (!Reached(seen, step)) FutexWait(peer.arrived, seen);
+    if (!HasReached(seen, step)) FutexWait(peer.arrived, seen);
     peer.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (reached()) return Status::Ok();
     Status status = tick(rank);

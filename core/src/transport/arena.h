@@ -91,6 +91,8 @@ class Arena {
   uint32_t Arrive();
   // Waits until all ranks have reached `step`.
   Status Await(uint32_t step, const Tick& tick);
+  // Whether they have; does not wait.
+  bool Reached(uint32_t step) const;
   Status ArriveAndAwait(const Tick& tick) { return Await(Arrive(), tick); }
 
  private:

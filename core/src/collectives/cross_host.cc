@@ -1,0 +1,56 @@
+#include "collectives/cross_host.h"
+
+#include <algorithm>
+
+namespace hvd {
+namespace {
+
+constexpr size_t kLine = 64;
+// Below this the system calls of a chunk cost more than what its overlap saves.
+constexpr size_t kMinChunkNbytes = 64 << 10;
+// So many chunks make filling and draining the pipeline a small part of the whole.
+constexpr size_t kChunksWanted = 16;
+
+size_t RoundUp(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Range SliceOf(Range range, size_t item_nbytes, int slice, int slices) {
+  const size_t each = RoundUp((range.size() + static_cast<size_t>(slices) - 1) / static_cast<size_t>(slices),
+                              kLine / item_nbytes);
+  const size_t begin = std::min(range.end, range.begin + each * static_cast<size_t>(slice));
+  return {begin, std::min(range.end, begin + each)};
+}
+
+std::vector<Range> Windows(size_t count, size_t window) {
+  if (window == 0) window = count;
+  std::vector<Range> windows;
+  for (size_t at = 0; at < count; at += window) windows.push_back({at, std::min(count, at + window)});
+  return windows;
+}
+
+std::vector<Chunk> Chunks(Range slice, size_t item_nbytes, int streams) {
+  const size_t nbytes =
+      std::clamp(slice.size() * item_nbytes / kChunksWanted, kMinChunkNbytes, kMaxChunkNbytes);
+  const size_t most = RoundUp(nbytes, kLine) / item_nbytes;
+  std::vector<Chunk> chunks;
+  for (size_t at = slice.begin; at < slice.end; at += most) {
+    const auto stream = static_cast<int>(chunks.size() % static_cast<size_t>(streams));
+    chunks.push_back({at, std::min(most, slice.end - at), stream});
+  }
+  return chunks;
+}
+
+RelayPlan PlanRelay(int host, int hosts, bool rising, int root) {
+  RelayPlan plan;
+  const int step = rising ? -1 : 1;  // towards the hosts whose blocks come
+  // The nearest first: it has the shortest way, so it is there when it is to be passed on.
+  for (int h = host; h >= 0 && h < hosts; h += step) {
+    if (root == kEveryHost || root == h) plan.hosts.push_back(h);
+  }
+  plan.own = !plan.hosts.empty() && plan.hosts.front() == host;
+  plan.sends = !plan.hosts.empty() && (rising ? host + 1 < hosts : host > 0);
+  return plan;
+}
+
+}  // namespace hvd

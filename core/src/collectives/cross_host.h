@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "base/types.h"
+
+namespace hvd {
+
+// What travels between hosts, as data: which elements, over which stream, in which order. No I/O and no
+// clock; every rank computes the same plan from the same numbers. Chain and Relay perform it.
+//
+// The tensors of a fused batch count as one, element after element.
+
+struct Range {
+  size_t begin = 0, end = 0;
+  size_t size() const { return end - begin; }
+  bool operator==(const Range&) const = default;
+};
+
+// Slice number `slice` of `range`: the part that local rank `slice` of every host sends and receives. In
+// whole cache lines.
+Range SliceOf(Range range, size_t item_nbytes, int slice, int slices);
+
+// Tensors that pass through staging buffers of `window` elements do so window by window, and each is sliced
+// by itself. 0: no staging, so one window.
+std::vector<Range> Windows(size_t count, size_t window);
+
+// What is sent at once over one stream.
+struct Chunk {
+  size_t begin = 0, count = 0;
+  int stream = 0;
+  bool operator==(const Chunk&) const = default;
+};
+
+// A receiver adds a chunk while it is in its L2 cache, and while the next one arrives.
+inline constexpr size_t kMaxChunkNbytes = 256 << 10;
+
+// The chunks of a slice in the order in which they travel; item_nbytes is that of the accumulator.
+std::vector<Chunk> Chunks(Range slice, size_t item_nbytes, int streams);
+
+// One direction of a relay: every host passes the blocks of the hosts before it on to the hosts behind it.
+struct RelayPlan {
+  std::vector<int> hosts;  // whose blocks move here, in order
+  bool own = false;        // the first one is this host's own; the others are received
+  bool sends = false;      // there is a host behind it
+  bool operator==(const RelayPlan&) const = default;
+};
+
+// What host `host` does in the direction of rising or falling host numbers. root: only the block of that host
+// moves (broadcast); kEveryHost: those of all of them do (allgather).
+inline constexpr int kEveryHost = -1;
+RelayPlan PlanRelay(int host, int hosts, bool rising, int root);
+
+}  // namespace hvd
