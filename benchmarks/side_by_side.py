@@ -57,11 +57,18 @@ def mpirun() -> str | None:
 
 
 def run(
-    function: Callable[..., Any], *, size: int, timeout_s: float = 600.0, pin: bool = True, **arguments: Any
+    function: Callable[..., Any],
+    *,
+    size: int,
+    timeout_s: float = 600.0,
+    mpi: bool = True,
+    dies: int | None = None,
+    **arguments: Any,
 ) -> Outcome:
     """See the module. `function` is found again by its name in its script; `arguments` are what JSON holds.
 
-    pin: rank r runs on CPU r only, when there are CPUs enough. Raises RuntimeError when a rank fails.
+    mpi: start by `mpirun`, if it is there. dies: this rank will be killed, and may fail. Raises RuntimeError
+    when another fails.
     """
     cpus = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -69,13 +76,14 @@ def run(
             "script": function.__code__.co_filename,
             "function": function.__name__,
             "size": size,
-            "cpus": cpus if pin and size <= usable_cpus() else [],
+            "dies": dies,
+            "cpus": cpus if size <= usable_cpus() else [],
             "arguments": arguments,
         }
         Path(folder, "job.json").write_text(json.dumps(job))
         Path(folder, "shared").write_bytes(bytes(_LINE * (size + 2)))
-        load = _Load()
-        _start_and_wait(_commands(folder, size), timeout_s)
+        load = Load()
+        _start_and_wait(_commands(folder, size, mpi), timeout_s, dies)
         foreign, stolen = load.taken_by_others()
         result = Path(folder, "result.pickle")
         if not result.exists():
@@ -83,9 +91,9 @@ def run(
         return Outcome(pickle.loads(result.read_bytes()), foreign, stolen)
 
 
-def _commands(folder: str, size: int) -> list[list[str]]:
+def _commands(folder: str, size: int, mpi: bool) -> list[list[str]]:
     rank = [sys.executable, __file__, folder]
-    if (launcher := mpirun()) is None:
+    if not mpi or (launcher := mpirun()) is None:
         return [[*rank, str(r)] for r in range(size)]
     # We bind the processes ourselves, after all have started their threads. With more ranks than CPUs Open
     # MPI is asked to yield while it waits; everything else is best at its defaults: shared memory with single
@@ -95,13 +103,13 @@ def _commands(folder: str, size: int) -> list[list[str]]:
     return [[launcher, *options, "-np", str(size), *rank]]
 
 
-def _start_and_wait(commands: list[list[str]], timeout_s: float) -> None:
+def _start_and_wait(commands: list[list[str]], timeout_s: float, dies: int | None) -> None:
     env = {**os.environ, **thread_env(1)}
     processes = [subprocess.Popen(command, env=env, start_new_session=True) for command in commands]
     deadline = time.monotonic() + timeout_s
     try:
-        for process in processes:
-            if process.wait(max(0.0, deadline - time.monotonic())) != 0:
+        for index, process in enumerate(processes):
+            if process.wait(max(0.0, deadline - time.monotonic())) != 0 and index != dies:
                 raise RuntimeError(f"a rank ended with status {process.returncode}")
     finally:
         for process in processes:
@@ -110,7 +118,7 @@ def _start_and_wait(commands: list[list[str]], timeout_s: float) -> None:
                 process.wait()
 
 
-class _Load:
+class Load:
     """CPU seconds since it was made: of the machine (/proc/stat) and of this process and its children."""
 
     def __init__(self) -> None:
@@ -240,7 +248,8 @@ def _rank(folder: Path) -> None:
     spec.loader.exec_module(script)
     try:
         value = getattr(script, job["function"])(ranks, **job["arguments"])
-        ranks.barrier()
+        if job["dies"] is None:
+            ranks.barrier()
     except BaseException:
         ranks.give_up()
         raise

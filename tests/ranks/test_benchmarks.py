@@ -20,7 +20,9 @@ SCRIPTS = {
     "latency": 4,
     "gradient_set": 4,
     "many_small": 4,
+    "ranks": 3,
     "idle": 2,
+    "start": 2,
 }
 
 
