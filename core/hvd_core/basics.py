@@ -158,8 +158,8 @@ global_process_set = GlobalProcessSet()
 
 def group_of(process_set: Any) -> Group:
     """The Group behind a `process_set=` argument."""
-    if process_set is None or isinstance(process_set, GlobalProcessSet):
-        return default_group()
+    if process_set is global_process_set or process_set is None or isinstance(process_set, GlobalProcessSet):
+        return _current().group
     raise InvalidArgument(
         f"process_set={process_set!r} is not supported yet: pass global_process_set or leave it out"
     )

@@ -29,8 +29,19 @@ _DTYPES = frozenset(
 )
 
 
+_STRIDED = torch.strided
+_CPU = torch.device("cpu")
+
+
 def check_tensor(tensor: Any, name: str) -> None:
     """Raises `InvalidArgument` for what no collective can carry."""
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.dtype in _DTYPES
+    ):
+        return  # nearly always; asking for `device` creates one
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{name}: expected a torch.Tensor, got {type(tensor).__qualname__}")
     if tensor.layout != torch.strided:
@@ -43,7 +54,7 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 def is_buffer(tensor: torch.Tensor) -> bool:
     """Whether the core can work in this tensor's own memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.is_contiguous()
 
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -68,12 +79,14 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def as_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself when it is a buffer, else a host copy. Never requires grad."""
-    return tensor.detach() if is_buffer(tensor) else host_copies([tensor])[0]
+    if not is_buffer(tensor):
+        return host_copies([tensor])[0]
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`host` itself for the cpu, else a copy on `device`."""
-    return host if device.type == "cpu" else host.to(device)
+    return host if device == _CPU else host.to(device)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:

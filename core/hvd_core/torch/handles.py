@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgument
@@ -16,12 +15,8 @@ if TYPE_CHECKING:
     from ..group import Handle
 
 
-@dataclass(frozen=True)
-class _Pending:
-    handles: Sequence[Handle]
-    #: Makes the caller's result from those of `handles`.
-    finish: Callable[[list[Any]], Any]
-
+#: The collectives behind a handle, and what makes the caller's result from theirs.
+_Pending = tuple[Sequence["Handle"], Callable[[list[Any]], Any]]
 
 _numbers = itertools.count()
 _pending: dict[int, _Pending] = {}
@@ -30,7 +25,7 @@ _pending: dict[int, _Pending] = {}
 def register(handles: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> int:
     """A new handle for collectives that were submitted."""
     number = next(_numbers)
-    _pending[number] = _Pending(handles, finish)
+    _pending[number] = handles, finish
     return number
 
 
@@ -50,10 +45,10 @@ def synchronize(handle: int) -> Any:
     `HorovodInternalError` when a rank is lost, `InvalidArgument` (a `ValueError`) for an unknown handle.
     Ctrl-C interrupts the wait and leaves the handle valid.
     """
-    pending = _find(handle)
+    handles, finish = _find(handle)
     results = []
     failure: Exception | None = None
-    for native in pending.handles:
+    for native in handles:
         try:
             results.append(native.wait())
         except Exception as error:  # noqa: BLE001 (the first is raised, after all have ended)
@@ -61,9 +56,9 @@ def synchronize(handle: int) -> Any:
     del _pending[handle]
     if failure is not None:
         raise failure
-    return pending.finish(results)
+    return finish(results)
 
 
 def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. Raises `InvalidArgument` for an unknown handle."""
-    return all(native.done() for native in _find(handle).handles)
+    return all(native.done() for native in _find(handle)[0])

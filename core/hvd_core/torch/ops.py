@@ -22,13 +22,13 @@ import torch
 from .. import basics
 from ..basics import global_process_set as _G
 from ..errors import InvalidArgument
-from ..group import Handle, ReduceOp
+from ..group import ReduceOp
 from . import buffers
+from .buffers import for_core
 from .compression import Compression, Compressor
 from .handles import register, synchronize
 
 _Tensors = Sequence[torch.Tensor]
-_Submitted = tuple[Handle, list[torch.Tensor]]
 
 
 def resolve_op(op: int | None, average: bool | None) -> ReduceOp:
@@ -38,8 +38,10 @@ def resolve_op(op: int | None, average: bool | None) -> ReduceOp:
             raise InvalidArgument("give op or average, not both")
         warnings.warn("average= is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
         return ReduceOp.Average if average else ReduceOp.Sum
-    resolved = ReduceOp.Average if op is None else ReduceOp(op)
-    if resolved == ReduceOp.Adasum:
+    if op is None:
+        return ReduceOp.Average
+    resolved = op if type(op) is ReduceOp else ReduceOp(op)
+    if resolved is ReduceOp.Adasum:
         raise InvalidArgument("op=Adasum is not available yet; use Average, Sum, Min, Max or Product")
     return resolved
 
@@ -48,55 +50,33 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _check_in_place(tensor: torch.Tensor, name: str) -> None:
-    buffers.check_tensor(tensor, name)
-    if not tensor.is_contiguous():
-        raise InvalidArgument(
-            f"{name}: an in-place collective needs a contiguous tensor; use the out-of-place form"
-        )
-
-
 def _check_root(root_rank: int, size: int, name: str) -> None:
     if not 0 <= root_rank < size:
         raise InvalidArgument(f"{name}: root_rank={root_rank} is not a rank, there are {size}")
 
 
-def _write_back(tensors: _Tensors, hosts: _Tensors) -> None:
-    for tensor, host in zip(tensors, hosts, strict=True):
-        if not buffers.is_buffer(tensor):
-            tensor.detach().copy_(host)
+def _write_back(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    """After a collective in `host`, the buffer of `tensor`."""
+    if not tensor.is_cpu:
+        tensor.detach().copy_(host)
+    return tensor
 
 
-# Reductions. The public forms differ in whether they take one tensor or several, and in what is written.
+def _in_place_buffer(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    buffers.check_tensor(tensor, name)
+    if not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"{name}: an in-place collective needs a contiguous tensor; use the out-of-place form"
+        )
+    return buffers.as_buffer(tensor)
 
 
-def _reduce(tensors: _Tensors, name: str, process_set: Any, grouped: bool, **scaling: Any) -> _Submitted:
-    """Submits out of place. Returns the native handle and the outputs, on the host."""
-    for tensor in tensors:
-        buffers.check_tensor(tensor, name)
-    group = basics.group_of(process_set)
-    inputs = [buffers.as_buffer(tensor) for tensor in tensors]
-    outs = [torch.empty_like(tensor) for tensor in inputs]
-    if grouped:
-        return group.grouped_allreduce_async(inputs, name=name, outs=outs, **scaling), outs
-    return group.allreduce_async(inputs[0], name=name, out=outs[0], **scaling), outs
-
-
-def _reduce_in_place(
-    tensors: _Tensors, name: str, process_set: Any, grouped: bool, **scaling: Any
-) -> _Submitted:
-    """Submits in place. Returns the native handle and the buffers worked in."""
-    for tensor in tensors:
-        _check_in_place(tensor, name)
-    group = basics.group_of(process_set)
-    inputs = [buffers.as_buffer(tensor) for tensor in tensors]
-    if grouped:
-        return group.grouped_allreduce_async(inputs, name=name, **scaling), inputs
-    return group.allreduce_async(inputs[0], name=name, **scaling), inputs
+# Reductions. The public forms differ in whether they take one tensor or several, in what is written, and in
+# who waits: a blocking call goes to the core as one, which then need not wake another thread.
 
 
 def _scaling(op: ReduceOp, prescale_factor: float, postscale_factor: float) -> dict[str, Any]:
-    return {"op": op, "prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    return {"op": op, "prescale": prescale_factor, "postscale": postscale_factor}
 
 
 def allreduce_async(
@@ -110,9 +90,46 @@ def allreduce_async(
 ) -> int:
     """Starts a reduction over all ranks into a new tensor; `synchronize(handle)` returns it. `tensor` must
     not change until then."""
-    scaling = _scaling(resolve_op(op, average), prescale_factor, postscale_factor)
-    handle, outs = _reduce([tensor], name or basics.next_name("allreduce"), process_set, False, **scaling)
-    return register([handle], lambda _: buffers.to_device(outs[0], tensor.device))
+    op = resolve_op(op, average)
+    name = name or basics.next_name("allreduce")
+    buffers.check_tensor(tensor, name)
+    group = basics.group_of(process_set)
+    host = buffers.as_buffer(tensor)
+    out = torch.empty_like(host)
+    handle = group.allreduce_async(
+        for_core(host),
+        name=name,
+        op=op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        out=for_core(out),
+    )
+    return register([handle], lambda _: buffers.to_device(out, tensor.device))
+
+
+def _allreduce(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: ReduceOp,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Any,
+) -> torch.Tensor:
+    """`synchronize(allreduce_async(...))`."""
+    name = name or basics.next_name("allreduce")
+    buffers.check_tensor(tensor, name)
+    group = basics.group_of(process_set)
+    host = buffers.as_buffer(tensor)
+    out = torch.empty_like(host)
+    group.allreduce(
+        for_core(host),
+        name=name,
+        op=op,
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        out=for_core(out),
+    )
+    return buffers.to_device(out, tensor.device)
 
 
 def allreduce_async_(
@@ -126,16 +143,14 @@ def allreduce_async_(
 ) -> int:
     """Starts a reduction in place; `synchronize(handle)` returns `tensor`, which nobody may touch until
     then."""
-    scaling = _scaling(resolve_op(op, average), prescale_factor, postscale_factor)
-    handle, hosts = _reduce_in_place(
-        [tensor], name or basics.next_name("allreduce"), process_set, False, **scaling
+    op = resolve_op(op, average)
+    name = name or basics.next_name("allreduce")
+    host = _in_place_buffer(tensor, name)
+    group = basics.group_of(process_set)
+    handle = group.allreduce_async(
+        for_core(host), name=name, op=op, prescale=prescale_factor, postscale=postscale_factor
     )
-
-    def finish(_: list[Any]) -> torch.Tensor:
-        _write_back([tensor], hosts)
-        return tensor
-
-    return register([handle], finish)
+    return register([handle], lambda _: _write_back(tensor, host))
 
 
 def allreduce_(
@@ -149,9 +164,11 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduces `tensor` over all ranks in place and returns it. Not differentiable."""
     op = resolve_op(op, average)
-    return synchronize(
-        allreduce_async_(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
-    )
+    name = name or basics.next_name("allreduce")
+    host = _in_place_buffer(tensor, name)
+    group = basics.group_of(process_set)
+    group.allreduce(for_core(host), name=name, op=op, prescale=prescale_factor, postscale=postscale_factor)
+    return _write_back(tensor, host)
 
 
 def allreduce(
@@ -170,7 +187,10 @@ def allreduce(
     """
     op = resolve_op(op, average)
     wire, ctx = compression.compress(tensor)
-    out = _apply(_Allreduce, wire, name, op, prescale_factor, postscale_factor, process_set)
+    # What nobody will differentiate need not pass through autograd, which costs more than a small reduction.
+    differentiable = isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled()
+    reduce = _Allreduce.apply if differentiable else _allreduce
+    out = reduce(wire, name, op, prescale_factor, postscale_factor, process_set)
     return compression.decompress(out, ctx)
 
 
@@ -178,7 +198,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *rest: Any) -> torch.Tensor:
         ctx.name, ctx.rest = name, rest
-        return synchronize(allreduce_async(tensor, None, name, *rest))
+        return _allreduce(tensor, name, *rest)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -206,8 +226,14 @@ def grouped_allreduce_async(
     tensors = list(tensors)
     if not tensors:
         return register([], lambda _: [])
-    handle, outs = _reduce(
-        tensors, name or basics.next_name("grouped_allreduce"), process_set, True, **scaling
+    name = name or basics.next_name("grouped_allreduce")
+    for tensor in tensors:
+        buffers.check_tensor(tensor, name)
+    group = basics.group_of(process_set)
+    hosts = [buffers.as_buffer(tensor) for tensor in tensors]
+    outs = [torch.empty_like(host) for host in hosts]
+    handle = group.grouped_allreduce_async(
+        [for_core(host) for host in hosts], name=name, outs=[for_core(out) for out in outs], **scaling
     )
     return register(
         [handle], lambda _: [buffers.to_device(o, t.device) for o, t in zip(outs, tensors, strict=True)]
@@ -230,13 +256,10 @@ def grouped_allreduce_async_(
     if not tensors:
         return register([], lambda _: [])
     name = name or basics.next_name("grouped_allreduce")
-    handle, hosts = _reduce_in_place(tensors, name, process_set, True, **scaling)
-
-    def finish(_: list[Any]) -> list[torch.Tensor]:
-        _write_back(tensors, hosts)
-        return tensors
-
-    return register([handle], finish)
+    hosts = [_in_place_buffer(tensor, name) for tensor in tensors]
+    group = basics.group_of(process_set)
+    handle = group.grouped_allreduce_async([for_core(host) for host in hosts], name=name, **scaling)
+    return register([handle], lambda _: [_write_back(t, h) for t, h in zip(tensors, hosts, strict=True)])
 
 
 def grouped_allreduce_(
@@ -298,7 +321,7 @@ def _gather(tensors: _Tensors, names: Sequence[str], process_set: Any) -> tuple[
         if tensor.dim() == 0:
             raise InvalidArgument(f"{name}: a 0-d tensor has no rows to gather; pass tensor.reshape(1)")
     group = basics.group_of(process_set)
-    hosts = [buffers.as_bits(buffers.as_buffer(tensor)) for tensor in tensors]
+    hosts = [for_core(buffers.as_bits(buffers.as_buffer(tensor))) for tensor in tensors]
     handles = [group.allgather_async(host, name=name) for host, name in zip(hosts, names, strict=True)]
 
     def finish(results: list[Any]) -> list[torch.Tensor]:
@@ -369,17 +392,11 @@ def broadcast_async_(
     """Starts overwriting `tensor` with root's; `synchronize(handle)` returns it. Nobody may touch it until
     then."""
     name = name or basics.next_name("broadcast")
-    _check_in_place(tensor, name)
+    host = _in_place_buffer(tensor, name)
     group = basics.group_of(process_set)
     _check_root(root_rank, group.size, name)
-    host = buffers.as_buffer(tensor)
-    handle = group.broadcast_async(buffers.as_bits(host), root=root_rank, name=name)
-
-    def finish(_: list[Any]) -> torch.Tensor:
-        _write_back([tensor], [host])
-        return tensor
-
-    return register([handle], finish)
+    handle = group.broadcast_async(for_core(buffers.as_bits(host)), root=root_rank, name=name)
+    return register([handle], lambda _: _write_back(tensor, host))
 
 
 def broadcast_async(
