@@ -33,6 +33,8 @@ class Config:
     host_id: str = ""
     #: Name of the network interface whose address is offered to other hosts; "" asks the routing table.
     interface: str = ""
+    #: TCP connections between neighbouring hosts for each slice of the data.
+    ring_streams: int = field(default=2, metadata={"least": 1})
     #: Highest kernel set to use: "", "avx512", "avx2" or "baseline". All give the same bits.
     kernels: str = ""
     #: A training shard stays in memory up to this many bytes; 0: half of what the host has free for each

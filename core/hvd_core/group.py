@@ -126,9 +126,11 @@ class Group:
         self._closed = False
         self.rank: int = native.rank
         self.size: int = native.size
-        # All ranks are on one host in this version.
-        self.local_rank, self.local_size = self.rank, self.size
-        self.cross_rank, self.cross_size = 0, 1
+        #: Among the ranks of this host, and the host among the hosts.
+        self.local_rank: int = native.local_rank
+        self.local_size: int = native.local_size
+        self.cross_rank: int = native.cross_rank
+        self.cross_size: int = native.cross_size
 
     @classmethod
     def connect(
@@ -146,6 +148,10 @@ class Group:
         All ranks call it at the same time, with the same `endpoints`, `token` (the job's secret, not empty)
         and `epoch` (to be counted up for each further Group over the same listeners). With one endpoint,
         `listener` may be None.
+
+        The endpoints also say who is on which host; ranks of one host must have neighbouring numbers
+        (`World.arrange`). They use shared memory among them; hosts talk TCP, over any address of an endpoint
+        that answers. Ctrl-C gets through.
 
         Raises `CollectiveTimeout` naming the ranks that did not come within `config.connect_timeout_s`,
         `InvalidArgument` for a wrong token or ranks on several hosts, `PeerLost` if one dies meanwhile.
@@ -165,6 +171,7 @@ class Group:
             config.peer_timeout_s,
             config.stall_warn_s,
             config.stall_shutdown_s,
+            config.ring_streams,
         )
         return cls(native)
 

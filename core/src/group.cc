@@ -17,12 +17,14 @@ Result<std::unique_ptr<Group>> Group::Connect(Listener* listener, const std::vec
     return Status(Code::kInvalid, "rank " + std::to_string(me.rank) + " is not one of " +
                                       std::to_string(me.size) + " endpoints");
   }
-  if (me.size == 1) return std::unique_ptr<Group>(new Group(0, 1, std::make_unique<Solo>()));
+  if (me.size == 1) return std::unique_ptr<Group>(new Group(Topology(), std::make_unique<Solo>()));
   if (listener == nullptr) return Status(Code::kInvalid, "a Group of several ranks needs a listener");
   if (me.token.empty()) return Status(Code::kInvalid, "a Group of several ranks needs a token");
+  const auto topology = TopologyOf(endpoints, me.rank);
+  if (!topology.ok()) return topology.status();
   auto engine = ConnectScheduler(*listener, endpoints, me, options);
   if (!engine.ok()) return engine.status();
-  return std::unique_ptr<Group>(new Group(me.rank, me.size, std::move(engine).value()));
+  return std::unique_ptr<Group>(new Group(topology.value(), std::move(engine).value()));
 }
 
 Status Group::Check(const Request& request) const {

@@ -20,6 +20,7 @@ class Group {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  const Topology& topology() const { return topology_; }
 
   // Checks the request on this rank (kInvalid) and hands it to the engine. buffers[i] belongs to
   // request.members[i] and stays valid until the handle is done. Finds out by address what is in the arena.
@@ -35,11 +36,12 @@ class Group {
   const Counters& counters() const { return engine_->counters(); }
 
  private:
-  Group(int rank, int size, std::unique_ptr<Engine> engine)
-      : rank_(rank), size_(size), engine_(std::move(engine)) {}
+  Group(const Topology& topology, std::unique_ptr<Engine> engine)
+      : topology_(topology), rank_(topology.rank), size_(topology.size), engine_(std::move(engine)) {}
   Status Check(const Request& request) const;
   Location Locate(const Buffer& buffer, size_t nbytes) EXCLUDES(mutex_);
 
+  const Topology topology_;
   const int rank_;
   const int size_;
   const std::unique_ptr<Engine> engine_;

@@ -12,6 +12,7 @@
 #include "check.h"
 #include "collectives/in_host.h"
 #include "scheduler/scheduler.h"
+#include "transport/endpoint.h"
 #include "transport/handshake.h"
 #include "transport/socket_link.h"
 
@@ -80,8 +81,9 @@ Clock::time_point In(double seconds) { return Clock::now() + Seconds(seconds); }
 
 TEST(handshake_accepts_its_own_and_nothing_else) {
   const Credentials low{0, 3, "token", 4}, high{2, 3, "token", 4};
-  const Hello hello = MakeHello(high, 0);
-  CHECK(ReadHello(hello, low) == 2);
+  const LinkName link{0, Channel::kPlan, 3};
+  const Hello hello = MakeHello(high, link);
+  CHECK((ReadHello(hello, low) == LinkName{2, Channel::kPlan, 3}));
   const Challenge challenge = MakeChallenge(hello, low);
   CHECK(CheckChallenge(hello, challenge, high));
   const Digest proof = MakeProof(hello, challenge, high);
@@ -91,9 +93,9 @@ TEST(handshake_accepts_its_own_and_nothing_else) {
   CHECK(!CheckChallenge(hello, challenge, stranger));
   CHECK(!CheckChallenge(hello, MakeChallenge(hello, stranger), high));
   CHECK(MakeProof(hello, challenge, stranger) != proof);
-  CHECK(!ReadHello(MakeHello(old, 0), low));   // another epoch
-  CHECK(!ReadHello(MakeHello(high, 1), low));  // for another rank
-  CHECK(!ReadHello(MakeHello(low, 0), low));   // from itself
+  CHECK(!ReadHello(MakeHello(old, link), low));  // another epoch
+  CHECK(!ReadHello(MakeHello(high, {1}), low));  // for another rank
+  CHECK(!ReadHello(MakeHello(low, link), low));  // from itself
   // A recorded proof does not fit the next challenge; nor does the acceptor's own digest serve as one.
   CHECK(MakeProof(hello, MakeChallenge(hello, low), high) != proof);
   CHECK(!std::equal(proof.begin(), proof.end(), challenge.begin() + sizeof(Nonce)));
@@ -119,7 +121,7 @@ TEST(endpoints_survive_their_text) {
 // -- exchange --
 
 void ExchangeManyFrames(Links links) {
-  Exchange a(0, 2, Seconds(30)), b(1, 2, Seconds(30));
+  Exchange a(Topology::OneHost(0, 2), Seconds(30)), b(Topology::OneHost(1, 2), Seconds(30));
   a.Add(1, std::move(links.first), 0);
   b.Add(0, std::move(links.second), 0);
   const int count = 200;
@@ -128,8 +130,8 @@ void ExchangeManyFrames(Links links) {
            std::string(static_cast<size_t>(i) % 97, static_cast<char>('a' + i % 26)));
   }
   auto segment = Segment::Create(100);
-  a.Post(1, FrameKind::kSegment, "with a descriptor", segment.value()->fd());
-  a.Post(1, FrameKind::kBye, {});
+  a.PostHost(FrameKind::kSegment, "with a descriptor", segment.value()->fd());
+  a.PostAll(FrameKind::kBye, {});
   std::thread sender([&] { a.Flush(In(20)); });
   int got = 0;
   bool descriptor = false;
@@ -164,7 +166,7 @@ TEST(frames_arrive_whole_and_in_order_on_every_link) {
 TEST(an_ended_or_silent_or_babbling_peer_is_lost_by_name) {
   {
     Links links = Connected();
-    Exchange a(0, 2, Seconds(30));
+    Exchange a(Topology::OneHost(0, 2), Seconds(30));
     a.Add(1, std::move(links.first), 0);
     links.second.reset();
     a.Poll(In(5));
@@ -173,7 +175,7 @@ TEST(an_ended_or_silent_or_babbling_peer_is_lost_by_name) {
   }
   {
     Links links = Connected();
-    Exchange a(0, 2, Seconds(0.2));
+    Exchange a(Topology::OneHost(0, 2), Seconds(0.2));
     a.Add(1, std::move(links.first), 0);
     const auto begin = Clock::now();
     while (a.lost().ok() && Clock::now() < begin + Seconds(5)) a.Poll(In(1));
@@ -182,9 +184,9 @@ TEST(an_ended_or_silent_or_babbling_peer_is_lost_by_name) {
   }
   {
     Links links = Connected();
-    Exchange a(0, 2, Seconds(30));
+    Exchange a(Topology::OneHost(0, 2), Seconds(30));
     a.Add(1, std::move(links.first), 0);
-    const char junk[] = "\xff\xff\xff\xff\xff\xff\xff";
+    const char junk[] = "GET / HTTP/1.1\r\n\r\n";
     CHECK(links.second->TrySend(std::as_bytes(std::span(junk)), -1).ok());
     a.Poll(In(5));
     CHECK(a.lost().text().find("broken frame") != std::string_view::npos);
@@ -192,7 +194,7 @@ TEST(an_ended_or_silent_or_babbling_peer_is_lost_by_name) {
 }
 
 TEST(wake_ends_a_poll_from_another_thread) {
-  Exchange a(0, 1, Seconds(30));
+  Exchange a(Topology::OneHost(0, 1), Seconds(30));
   std::thread waker([&] { a.Wake(); });
   const auto begin = Clock::now();
   a.Poll(In(10));
@@ -202,7 +204,7 @@ TEST(wake_ends_a_poll_from_another_thread) {
 
 TEST(another_thread_may_wait_for_news) {
   Links links = Connected();
-  Exchange a(0, 2, Seconds(30)), b(1, 2, Seconds(30));
+  Exchange a(Topology::OneHost(0, 2), Seconds(30)), b(Topology::OneHost(1, 2), Seconds(30));
   a.Add(1, std::move(links.first), 0);
   b.Add(0, std::move(links.second), 0);
   pollfd news{a.wait_fd(), POLLIN, 0};
@@ -221,7 +223,7 @@ TEST(another_thread_may_wait_for_news) {
 
 TEST(a_peer_that_reads_late_gets_everything) {
   Links links = Connected();
-  Exchange a(0, 2, Seconds(30)), b(1, 2, Seconds(30));
+  Exchange a(Topology::OneHost(0, 2), Seconds(30)), b(Topology::OneHost(1, 2), Seconds(30));
   a.Add(1, std::move(links.first), 0);
   b.Add(0, std::move(links.second), 0);
   const std::string large(3 << 20, 'x');  // more than the socket holds
@@ -335,10 +337,10 @@ std::vector<Outcome> AddOver(Links links, int sums) {
   std::vector<Outcome> outcomes(2);
   std::unique_ptr<Link> ends[2] = {std::move(links.first), std::move(links.second)};
   OnEveryRank(2, [&](int rank) {
-    auto exchange = std::make_unique<Exchange>(rank, 2, Seconds(5));
+    auto exchange = std::make_unique<Exchange>(Topology::OneHost(rank, 2), Seconds(5));
     exchange->Add(1 - rank, std::move(ends[rank]), 0);
-    Scheduler scheduler({rank, 2, 1 << 20, Seconds(30), Seconds(20)}, std::move(exchange),
-                        std::move(arenas[static_cast<size_t>(rank)]));
+    Scheduler scheduler({rank, 2, 1 << 20, Seconds(30), Seconds(20)}, Topology::OneHost(rank, 2),
+                        std::move(exchange), std::move(arenas[static_cast<size_t>(rank)]), {});
     Outcome& outcome = outcomes[static_cast<size_t>(rank)];
     const auto begin = Clock::now();
     for (int i = 0; i < sums && outcome.status.ok(); ++i) {

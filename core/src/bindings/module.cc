@@ -225,16 +225,23 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> Empty(Group& group, size_t nbytes) 
 std::unique_ptr<Group> Connect(Listener* listener, const std::vector<std::string>& endpoints, int rank,
                                const nb::bytes& token, uint64_t epoch, size_t fusion_bytes,
                                size_t chunk_bytes, double connect_timeout_s, double peer_timeout_s,
-                               double stall_warn_s, double stall_shutdown_s) {
+                               double stall_warn_s, double stall_shutdown_s, int ring_streams) {
   const Credentials me{rank, static_cast<int>(endpoints.size()), std::string(token.c_str(), token.size()),
                        epoch};
-  const GroupOptions options{fusion_bytes,   chunk_bytes,  connect_timeout_s,
-                             peer_timeout_s, stall_warn_s, stall_shutdown_s};
-  Result<std::unique_ptr<Group>> group = [&] {
-    const Unlocked unlocked;
-    return Group::Connect(listener, endpoints, me, options);
-  }();
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();  // Ctrl-C came meanwhile
+  std::optional<Unlocked> unlocked(std::in_place);
+  bool interrupted = false;
+  const auto ask = [&] {
+    unlocked.reset();
+    interrupted = PyErr_CheckSignals() != 0;
+    unlocked.emplace();
+    return interrupted;
+  };
+  const GroupOptions options{
+      fusion_bytes, chunk_bytes,      connect_timeout_s, peer_timeout_s,
+      stall_warn_s, stall_shutdown_s, ring_streams,      IsMainThread() ? ask : std::function<bool()>()};
+  Result<std::unique_ptr<Group>> group = Group::Connect(listener, endpoints, me, options);
+  unlocked.reset();
+  if (interrupted || PyErr_CheckSignals() != 0) throw nb::python_error();  // Ctrl-C came meanwhile
   return ValueOrRaise(std::move(group));
 }
 
@@ -273,9 +280,13 @@ NB_MODULE(_native, m) {
   nb::class_<Group>(m, "Group")
       .def_static("connect", &Connect, "listener"_a.none(), "endpoints"_a, "rank"_a, "token"_a, "epoch"_a,
                   "fusion_bytes"_a, "chunk_bytes"_a, "connect_timeout_s"_a, "peer_timeout_s"_a,
-                  "stall_warn_s"_a, "stall_shutdown_s"_a)
+                  "stall_warn_s"_a, "stall_shutdown_s"_a, "ring_streams"_a)
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
+      .def_prop_ro("local_rank", [](const Group& group) { return group.topology().local_rank; })
+      .def_prop_ro("local_size", [](const Group& group) { return group.topology().local_size(); })
+      .def_prop_ro("cross_rank", [](const Group& group) { return group.topology().host; })
+      .def_prop_ro("cross_size", [](const Group& group) { return group.topology().hosts(); })
       .def("submit", &Submit, "op"_a, "name"_a, "tensors"_a, "reduce"_a, "prescale"_a, "postscale"_a,
            "root"_a)
       .def("empty", &Empty, "nbytes"_a)

@@ -6,27 +6,42 @@
 namespace hvd {
 namespace {
 
-std::string RanksElsewhere(const std::vector<Endpoint>& endpoints, int rank) {
-  const Endpoint& mine = endpoints[static_cast<size_t>(rank)];
-  std::string text;
-  for (size_t peer = 0; peer < endpoints.size(); ++peer) {
-    if (endpoints[peer].host == mine.host) continue;
-    text += (text.empty() ? "" : ", ") + std::to_string(peer) + " (" + endpoints[peer].host + ")";
+Result<std::vector<Endpoint>> ParseAll(const std::vector<std::string>& texts) {
+  std::vector<Endpoint> endpoints;
+  for (const std::string& text : texts) {
+    auto endpoint = Endpoint::Parse(text);
+    if (!endpoint.ok()) return endpoint.status();
+    endpoints.push_back(std::move(endpoint).value());
   }
-  return text;
+  return endpoints;
 }
 
-Status SeveralHosts(const std::string& who, const std::string& mine) {
+Result<Topology> TopologyOf(const std::vector<Endpoint>& endpoints, int rank) {
+  std::vector<std::string> hosts;
+  for (const Endpoint& endpoint : endpoints) hosts.push_back(endpoint.HostKey());
+  return Topology::Of(hosts, rank);
+}
+
+Status CheckOneHost(const Topology& topology, const std::vector<Endpoint>& endpoints) {
+  if (topology.hosts() == 1) return Status::Ok();
+  std::string who;
+  for (int rank = 0; rank < topology.size; ++rank) {
+    if (topology.SameHost(rank)) continue;
+    who += (who.empty() ? "" : ", ") + std::to_string(rank) + " (" +
+           endpoints[static_cast<size_t>(rank)].host + ")";
+  }
   return Status(Code::kInvalid, "all ranks must be on one host in this version: rank " + who +
-                                    " is not on the host of this rank (" + mine + ")");
+                                    " is not on the host of this rank (" +
+                                    endpoints[static_cast<size_t>(topology.rank)].host + ")");
 }
 
-// Every rank sends its control segment to every other and waits for theirs.
-Status ShareControlSegments(Exchange& exchange, Arena& arena, Clock::time_point deadline) {
+// Every rank sends its control segment to the others of its host and waits for theirs.
+Status ShareControlSegments(const Topology& topology, Exchange& exchange, Arena& arena,
+                            const BootstrapOptions& options) {
   Writer payload;
   payload.Put(uint32_t{0});
   payload.Put(static_cast<uint64_t>(arena.control_nbytes()));
-  exchange.PostAll(FrameKind::kSegment, payload.Take(), arena.control()->fd());
+  exchange.PostHost(FrameKind::kSegment, payload.Take(), arena.control()->fd());
   std::vector<Frame> early;  // of ranks that have connected already
   for (;;) {
     while (std::optional<Frame> frame = exchange.Next()) {
@@ -38,18 +53,22 @@ Status ShareControlSegments(Exchange& exchange, Arena& arena, Clock::time_point 
       const auto number = in.Get<uint32_t>();
       auto segment = Segment::Map(std::move(frame->fd), in.Get<uint64_t>());
       if (!segment.ok()) return segment.status().Prepend("rank " + std::to_string(frame->peer));
-      HVD_RETURN_IF_ERROR(arena.AddSegment(frame->peer, number, std::move(segment).value()));
+      HVD_RETURN_IF_ERROR(
+          arena.AddSegment(topology.LocalRankOf(frame->peer), number, std::move(segment).value()));
     }
     if (arena.complete()) break;
     HVD_RETURN_IF_ERROR(exchange.lost());
-    for (int peer = 0; peer < arena.size(); ++peer) {
+    for (int local = 0; local < arena.size(); ++local) {
       // A rank that has shared its memory may be done already, while we still wait for another one.
-      if (exchange.HasLeft(peer) && !arena.HasControl(peer))
+      const int peer = topology.GlobalRank(local);
+      if (exchange.HasLeft(peer) && !arena.HasControl(local))
         return Status(Code::kShutdown, "rank " + std::to_string(peer) + " left while connecting");
     }
-    if (Clock::now() >= deadline)
+    if (Clock::now() >= options.deadline)
       return Status(Code::kTimeout, "a rank did not share its memory within connect_timeout_s");
-    exchange.Poll(deadline);
+    if (options.interrupted && options.interrupted())
+      return Status(Code::kAborted, "interrupted while connecting");
+    exchange.Poll(std::min(options.deadline, Clock::now() + std::chrono::milliseconds(100)));
   }
   exchange.PutBack(std::move(early));
   return Status::Ok();
@@ -57,34 +76,40 @@ Status ShareControlSegments(Exchange& exchange, Arena& arena, Clock::time_point 
 
 }  // namespace
 
-Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener,
-                                                 const std::vector<std::string>& endpoint_texts,
+Result<Topology> TopologyOf(const std::vector<std::string>& texts, int rank) {
+  const auto endpoints = ParseAll(texts);
+  if (!endpoints.ok()) return endpoints.status();
+  return TopologyOf(endpoints.value(), rank);
+}
+
+Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::vector<std::string>& texts,
                                                  const Credentials& me, const GroupOptions& options) {
-  const auto deadline = Clock::now() + Seconds(options.connect_timeout_s);
-  const int size = me.size;
-  auto exchange = std::make_unique<Exchange>(me.rank, size, Seconds(options.peer_timeout_s));
+  const BootstrapOptions connecting{options.ring_streams, Clock::now() + Seconds(options.connect_timeout_s),
+                                    options.interrupted};
+  const auto endpoints = ParseAll(texts);
+  if (!endpoints.ok()) return endpoints.status();
+  auto topology = TopologyOf(endpoints.value(), me.rank);
+  if (!topology.ok()) return topology.status();
+  const Topology& t = topology.value();
+  HVD_RETURN_IF_ERROR(CheckOneHost(t, endpoints.value()));
+  auto exchange = std::make_unique<Exchange>(t, Seconds(options.peer_timeout_s));
   HVD_RETURN_IF_ERROR(exchange->status());
-  std::vector<Endpoint> endpoints;
-  for (const std::string& text : endpoint_texts) {
-    auto endpoint = Endpoint::Parse(text);
-    if (!endpoint.ok()) return endpoint.status();
-    endpoints.push_back(std::move(endpoint).value());
-  }
-  const std::string& mine = endpoints[static_cast<size_t>(me.rank)].host;
-  if (const std::string who = RanksElsewhere(endpoints, me.rank); !who.empty())
-    return SeveralHosts(who, mine);
-  if (Status status = ConnectAll(listener, endpoints, me, deadline, *exchange); !status.ok()) {
+  DataLinks data;
+  if (Status status = ConnectLinks(listener, endpoints.value(), me, t, connecting, *exchange, &data);
+      !status.ok()) {
     return status.Prepend("rank " + std::to_string(me.rank) + " could not connect within connect_timeout_s");
   }
-  if (const int peer = exchange->FirstOnOtherHost(); peer >= 0)
-    return SeveralHosts(std::to_string(peer), mine);
-  auto arena = Arena::Create(me.rank, size, options.chunk_nbytes, HasCpusFor(size));
+  auto arena = Arena::Create(t.local_rank, t.local_size(), options.chunk_nbytes, HasCpusFor(t.local_size()));
   if (!arena.ok()) return arena.status();
-  HVD_RETURN_IF_ERROR(ShareControlSegments(*exchange, *arena.value(), deadline));
-  const SchedulerOptions scheduling{me.rank, size, options.fusion_nbytes, Seconds(options.stall_warn_s),
-                                    Seconds(options.stall_shutdown_s)};
-  return std::unique_ptr<Engine>(
-      std::make_unique<Scheduler>(scheduling, std::move(exchange), std::move(arena).value()));
+  HVD_RETURN_IF_ERROR(ShareControlSegments(t, *exchange, *arena.value(), connecting));
+  const SchedulerOptions scheduling{me.rank,
+                                    me.size,
+                                    options.fusion_nbytes,
+                                    Seconds(options.stall_warn_s),
+                                    Seconds(options.stall_shutdown_s),
+                                    Seconds(options.peer_timeout_s)};
+  return std::unique_ptr<Engine>(std::make_unique<Scheduler>(scheduling, t, std::move(exchange),
+                                                             std::move(arena).value(), std::move(data)));
 }
 
 }  // namespace hvd

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,7 +17,12 @@ struct GroupOptions {
   double peer_timeout_s = 30;
   double stall_warn_s = 30;
   double stall_shutdown_s = 600;
+  int ring_streams = 2;
+  std::function<bool()> interrupted;  // if set, asked ten times a second whether to give up connecting
 };
+
+// Which rank is on which host, from what their listeners say (Endpoint::ToString).
+Result<Topology> TopologyOf(const std::vector<std::string>& endpoints, int rank);
 
 // Connects two or more ranks and starts this one's Scheduler. All ranks call it at the same time.
 Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener,

@@ -20,6 +20,8 @@ Result<std::unique_ptr<Listener>> Listener::Bind(const std::string&, const std::
 
 std::string Endpoint::ToString() const { return unix_name; }
 
+Result<Topology> TopologyOf(const std::vector<std::string>&, int) { return NeedsLinux(); }
+
 Result<std::unique_ptr<Engine>> ConnectScheduler(Listener&, const std::vector<std::string>&,
                                                  const Credentials&, const GroupOptions&) {
   return NeedsLinux();

@@ -19,23 +19,21 @@ constexpr auto kIdle = std::chrono::seconds(60);
 // How long a dying or closing rank tries to tell the others why.
 constexpr auto kLastWords = std::chrono::milliseconds(500);
 
-Topology OneHost(int rank, int size) {
-  return Topology::Of(std::vector<std::string>(static_cast<size_t>(size)), rank).value();
-}
-
 std::string SecondsText(Clock::duration duration) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";
 }
 
 }  // namespace
 
-Scheduler::Scheduler(const SchedulerOptions& options, std::unique_ptr<Exchange> exchange,
-                     std::unique_ptr<Arena> arena)
+Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
+                     std::unique_ptr<Exchange> exchange, std::unique_ptr<Arena> arena, DataLinks links)
     : options_(options),
+      topology_(topology),
       exchange_(std::move(exchange)),
       arena_(std::move(arena)),
-      collectives_(OneHost(options.rank, options.size), *arena_, {},
+      collectives_(topology, *arena_, std::move(links.eager),
                    [this](int awaited_rank) { return Tick(awaited_rank); }),
+      plan_links_(std::move(links.plan)),
       negotiator_(options.size, options.fusion_nbytes),
       next_stall_check_(Clock::now() + kStallCheckEvery),
       death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
@@ -104,7 +102,7 @@ void Scheduler::Run() {
   ::pthread_setname_np(::pthread_self(), "hvd");
   if (Status status = RunUntilClosed(); !status.ok()) return Die(status, true);
   exchange_->PostAll(FrameKind::kBye, {});
-  exchange_->Flush(Clock::now() + kLastWords);
+  exchange_->Linger(Clock::now() + kLastWords);
   Die(Status(Code::kShutdown, "the Group is closed"), false);
 }
 
@@ -156,8 +154,8 @@ Status Scheduler::TakeSubmissions() {
     Writer payload;
     payload.Put(number);
     payload.Put(static_cast<uint64_t>(segment->nbytes()));
-    exchange_->PostAll(FrameKind::kSegment, payload.Take(), segment->fd());
-    HVD_RETURN_IF_ERROR(arena_->AddSegment(options_.rank, number, std::move(segment)));
+    exchange_->PostHost(FrameKind::kSegment, payload.Take(), segment->fd());
+    HVD_RETURN_IF_ERROR(arena_->AddSegment(topology_.local_rank, number, std::move(segment)));
   }
   if (requests.empty()) return Status::Ok();
   if (!IsCoordinator()) {
@@ -196,7 +194,8 @@ Status Scheduler::HandleFrames() {
         const auto nbytes = in.Get<uint64_t>();
         auto segment = Segment::Map(std::move(frame->fd), nbytes);
         if (!segment.ok()) return segment.status().Prepend(from);
-        HVD_RETURN_IF_ERROR(arena_->AddSegment(frame->peer, number, std::move(segment).value()));
+        HVD_RETURN_IF_ERROR(
+            arena_->AddSegment(topology_.LocalRankOf(frame->peer), number, std::move(segment).value()));
         break;
       }
       case FrameKind::kAbort: {
@@ -248,16 +247,19 @@ Status Scheduler::CheckPeers() {
                   std::string(lost.text()) + (waiting.empty() ? "" : " (while '" + waiting + "' waited)"));
   }
   if (!IsCoordinator()) {
-    if (!exchange_->HasLeft(0)) return Status::Ok();
+    const int leaver = exchange_->LeftOnTheWayTo(0);
+    if (leaver < 0) return Status::Ok();
     const std::string waiting = PendingName();
     if (waiting.empty()) return Status::Ok();
-    return Status(Code::kShutdown, "rank 0 closed the Group while '" + waiting + "' waited");
+    return Status(Code::kShutdown,
+                  "rank " + std::to_string(leaver) + " closed the Group while '" + waiting + "' waited");
   }
   for (int peer = 1; peer < options_.size; ++peer) {
-    if (!exchange_->HasLeft(peer)) continue;
+    const int leaver = exchange_->LeftOnTheWayTo(peer);
+    if (leaver < 0) continue;
     if (const auto name = negotiator_.WaitsFor(peer)) {
-      return Status(Code::kShutdown,
-                    "rank " + std::to_string(peer) + " closed the Group without submitting '" + *name + "'");
+      return Status(Code::kShutdown, "rank " + std::to_string(leaver) +
+                                         " closed the Group without submitting '" + *name + "'");
     }
   }
   return Status::Ok();
@@ -398,19 +400,29 @@ Status Scheduler::RunAllreduce(const Round& round, const std::vector<Submission*
 
 // A peer's segment may still be on its way.
 Status Scheduler::AwaitSegment(int rank, const Location& place) {
-  while (!arena_->HasSegment(rank, place.segment)) {
+  const int local = topology_.LocalRankOf(rank);
+  const auto give_up = Clock::now() + options_.peer_timeout;
+  while (!arena_->HasSegment(local, place.segment)) {
     exchange_->Poll(Clock::now() + kStallCheckEvery);
     HVD_RETURN_IF_ERROR(Tick(rank));
+    if (Clock::now() < give_up || arena_->HasSegment(local, place.segment)) continue;
+    return Status(Code::kPeerLost, "lost rank " + std::to_string(rank) + ": its memory for " + doing_ +
+                                       " did not come for " + SecondsText(options_.peer_timeout) +
+                                       " (peer_timeout_s)");
   }
   return Status::Ok();
 }
 
+// Where every rank of this host lets the others of a plan find it.
 Status Scheduler::RunPlan(Submission& submission, const std::vector<Location>& places) {
   Meeting meeting;
-  for (int rank = 0; rank < static_cast<int>(places.size()); ++rank) {
+  if (places.size() != static_cast<size_t>(options_.size))
+    return Status(Code::kPeerLost, "rank 0 decided about a plan of other ranks");
+  for (int local = 0; local < topology_.local_size(); ++local) {
+    const int rank = topology_.GlobalRank(local);
     const Location& place = places[static_cast<size_t>(rank)];
     HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
-    meeting.segments.push_back(arena_->SegmentOf(rank, place.segment));
+    meeting.segments.push_back(arena_->SegmentOf(local, place.segment));
     meeting.offsets.push_back(place.offset);
   }
   submission.handle->SetMeeting(std::move(meeting));
@@ -423,10 +435,11 @@ Status Scheduler::Place(const Member& member, const std::vector<Location>& place
                        "a rank announced a place outside of its arena for '" + member.name + "'");
   if (places.size() != static_cast<size_t>(options_.size)) return nowhere;
   piece->count = member.count();
-  for (int rank = 0; rank < options_.size; ++rank) {
+  for (int local = 0; local < topology_.local_size(); ++local) {
+    const int rank = topology_.GlobalRank(local);
     const Location& place = places[static_cast<size_t>(rank)];
     HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
-    std::byte* at = arena_->At(rank, place, member.nbytes());
+    std::byte* at = arena_->At(local, place, member.nbytes());
     if (at == nullptr) return nowhere;
     piece->at.push_back(at);
   }
@@ -465,7 +478,6 @@ void Scheduler::Die(Status status, bool tell_peers) {
     payload.Put(static_cast<uint8_t>(status.code()));
     payload.PutString(status.text());
     exchange_->PostAll(FrameKind::kAbort, payload.Take());
-    exchange_->Flush(Clock::now() + kLastWords);
   }
   std::unordered_map<std::string, Submission> pending;
   {
@@ -478,6 +490,7 @@ void Scheduler::Die(Status status, bool tell_peers) {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(death_.get(), &one, sizeof one);
   for (auto& [name, submission] : pending) submission.handle->Complete(status);
+  if (tell_peers) exchange_->Linger(Clock::now() + kLastWords);
 }
 
 }  // namespace hvd

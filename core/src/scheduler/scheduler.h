@@ -22,6 +22,7 @@ struct SchedulerOptions {
   size_t fusion_nbytes = 8 << 20;
   Clock::duration stall_warn{};
   Clock::duration stall_shutdown{};  // zero: never
+  Clock::duration peer_timeout = Seconds(30);
 };
 
 // The background thread of a Group of two or more ranks. It announces what was submitted, lets the negotiator
@@ -29,8 +30,8 @@ struct SchedulerOptions {
 // is gone. After a failure the Group is dead: everything pending and everything later gets the same Status.
 class Scheduler final : public Engine {
  public:
-  Scheduler(const SchedulerOptions& options, std::unique_ptr<Exchange> exchange,
-            std::unique_ptr<Arena> arena);
+  Scheduler(const SchedulerOptions& options, const Topology& topology, std::unique_ptr<Exchange> exchange,
+            std::unique_ptr<Arena> arena, DataLinks links);
   ~Scheduler() override;
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
@@ -71,10 +72,12 @@ class Scheduler final : public Engine {
   bool IsCoordinator() const { return options_.rank == 0; }
 
   const SchedulerOptions options_;
+  const Topology topology_;
   // Of the thread, after the constructor.
   std::unique_ptr<Exchange> exchange_;
   std::unique_ptr<Arena> arena_;
   Collectives collectives_;
+  RingLinks plan_links_;  // of plans
   Negotiator negotiator_;
   std::deque<Round> rounds_;
   Clock::time_point next_stall_check_;

@@ -10,9 +10,10 @@
 #include <cstddef>
 #include <cstring>
 #include <list>
+#include <map>
+#include <utility>
 
-#include "transport/handshake.h"
-#include "transport/socket_link.h"
+#include "transport/pending_link.h"
 
 namespace hvd {
 namespace {
@@ -22,6 +23,13 @@ constexpr size_t kMaxPending = 256;
 constexpr auto kPendingFor = std::chrono::seconds(5);
 // A rank that is still closing its former Group refuses; try again.
 constexpr auto kRetryAfter = std::chrono::milliseconds(20);
+constexpr auto kAskEvery = std::chrono::milliseconds(100);
+// An address from which no answer to the SYN comes, or where somebody accepts and says nothing (a rank that
+// is late, or a stranger with the same address), gets so long before the next one is tried; twice as long
+// every time all of them failed.
+constexpr auto kConnectFor = std::chrono::milliseconds(500);
+constexpr auto kSilentFor = std::chrono::seconds(5);
+constexpr int kMostDoublings = 6;
 
 int PeerPid(int fd) {
   ucred who{};
@@ -50,130 +58,44 @@ UniqueFd ConnectTcp(const std::string& address, uint16_t port) {
   to.sin_family = AF_INET;
   to.sin_port = htons(port);
   if (!fd.valid() || ::inet_pton(AF_INET, address.c_str(), &to.sin_addr) != 1) return {};
-  if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&to), sizeof to) != 0 && errno != EINPROGRESS)
-    return {};
-  return fd;
+  if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&to), sizeof to) == 0 || errno == EINPROGRESS)
+    return fd;
+  const int why = errno;
+  fd.Reset();
+  errno = why;
+  return {};
 }
-
-// One connection on its way through the handshake, as a connector (peer known) or an acceptor (not yet).
-class Pending {
- public:
-  enum class Progress { kWaiting, kDone, kDropped, kWrongToken };
-
-  static Pending Connector(SocketLink link, const Credentials& me, int peer, bool unix_socket) {
-    Pending pending(std::move(link), me, unix_socket);
-    pending.peer_ = peer;
-    pending.hello_ = MakeHello(me, peer);
-    pending.Queue(pending.hello_);
-    pending.want_ = kChallengeBytes;
-    return pending;
-  }
-
-  static Pending Acceptor(SocketLink link, const Credentials& me, bool unix_socket) {
-    Pending pending(std::move(link), me, unix_socket);
-    pending.accepting_ = true;
-    pending.want_ = kHelloBytes;
-    pending.give_up_ = Clock::now() + kPendingFor;
-    return pending;
-  }
-
-  int fd() const { return link_.fd(); }
-  int peer() const { return peer_; }
-  bool unix_socket() const { return unix_socket_; }
-  bool wants_to_send() const { return !out_.empty(); }
-  Clock::time_point give_up() const { return give_up_; }
-  SocketLink TakeLink() { return std::move(link_); }
-
-  // Moves bytes as far as they go without waiting. Never reads past the frame it expects.
-  Progress Advance() {
-    for (;;) {
-      while (!out_.empty()) {
-        auto sent = link_.TrySend(std::as_bytes(std::span(out_)), -1);
-        if (!sent.ok()) return Progress::kDropped;
-        if (sent.value() == 0) return Progress::kWaiting;
-        out_.erase(0, sent.value());
-      }
-      if (done_) return Progress::kDone;
-      std::byte bytes[kHelloBytes];
-      auto received = link_.TryRecv(std::span(bytes).first(want_ - in_.size()), &ignored_fd_);
-      if (!received.ok()) return Progress::kDropped;
-      if (received.value() == 0) return Progress::kWaiting;
-      in_.append(reinterpret_cast<const char*>(bytes), received.value());
-      if (in_.size() < want_) continue;
-      const Progress progress = accepting_ ? Accept() : Connect();
-      if (progress != Progress::kWaiting) return progress;
-      in_.clear();
-    }
-  }
-
- private:
-  Pending(SocketLink link, const Credentials& me, bool unix_socket)
-      : link_(std::move(link)), me_(&me), unix_socket_(unix_socket) {}
-
-  Progress Accept() {
-    const auto in = std::as_bytes(std::span(in_));
-    if (want_ == kHelloBytes) {
-      const auto from = ReadHello(in, *me_);
-      if (!from) return Progress::kDropped;
-      peer_ = *from;
-      std::memcpy(hello_.data(), in.data(), kHelloBytes);
-      challenge_ = MakeChallenge(hello_, *me_);
-      Queue(challenge_);
-      want_ = kProofBytes;
-      return Progress::kWaiting;
-    }
-    if (!Equal(MakeProof(hello_, challenge_, *me_), in)) return Progress::kDropped;
-    out_.push_back('\1');
-    done_ = true;
-    return Progress::kWaiting;
-  }
-
-  Progress Connect() {
-    if (want_ == kAckBytes) return Progress::kDone;
-    std::memcpy(challenge_.data(), in_.data(), kChallengeBytes);
-    if (!CheckChallenge(hello_, challenge_, *me_)) return Progress::kWrongToken;
-    Queue(MakeProof(hello_, challenge_, *me_));
-    want_ = kAckBytes;
-    return Progress::kWaiting;
-  }
-
-  template <class Bytes>
-  void Queue(const Bytes& bytes) {
-    out_.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  }
-
-  SocketLink link_;
-  const Credentials* me_;
-  bool unix_socket_;
-  bool accepting_ = false;
-  bool done_ = false;
-  int peer_ = -1;
-  Hello hello_{};
-  Challenge challenge_{};
-  std::string in_, out_;
-  size_t want_ = 0;
-  UniqueFd ignored_fd_;
-  Clock::time_point give_up_ = Clock::time_point::max();
-};
 
 class Bootstrap {
  public:
   Bootstrap(Listener& listener, const std::vector<Endpoint>& endpoints, const Credentials& me,
-            Exchange& exchange)
+            const Topology& topology, const BootstrapOptions& options, Exchange& exchange, DataLinks* data)
       : listener_(listener),
         endpoints_(endpoints),
         me_(me),
+        topology_(topology),
+        options_(options),
         exchange_(exchange),
-        targets_(static_cast<size_t>(me.rank)) {}
+        data_(data) {
+    for (const LinkName& name : LinksOf(topology, options.ring_streams)) wanted_.emplace_back().name = name;
+  }
 
-  Status Run(Clock::time_point deadline) {
-    connected_.assign(endpoints_.size(), false);
-    connected_[static_cast<size_t>(me_.rank)] = true;
-    while (!AllConnected()) {
+  Status Run() {
+    HVD_RETURN_IF_ERROR(OrderAddresses());
+    // Again, so that who connects from now on is told this process, not one that bound the listener and
+    // forked.
+    ::listen(listener_.unix_fd(), SOMAXCONN);
+    missing_ = wanted_.size();
+    auto next_ask = Clock::now();
+    while (missing_ > 0) {
       const auto now = Clock::now();
-      if (now >= deadline) return Missing();
-      for (int peer = 0; peer < me_.rank; ++peer) Start(peer, now);
-      Wait(std::min(deadline, now + kRetryAfter * (Trying() ? 50 : 1)));
+      if (now >= options_.deadline) return Missing();
+      if (options_.interrupted && now >= next_ask) {
+        next_ask = now + kAskEvery;
+        if (options_.interrupted()) return Status(Code::kAborted, "interrupted while connecting");
+      }
+      const bool again = StartAll(now);
+      Wait(std::min(options_.deadline, now + (again ? Clock::duration(kRetryAfter) : kAskEvery)));
       AcceptAll();
       HVD_RETURN_IF_ERROR(AdvanceAll());
     }
@@ -181,56 +103,94 @@ class Bootstrap {
   }
 
  private:
-  struct Target {
-    bool trying = false;
-    bool tried_unix = false;
-    size_t next_address = 0;
+  struct Wanted {
+    LinkName name;
+    bool is_connected = false;
+    bool is_trying = false;
     Clock::time_point not_before{};
+    std::string why;  // the last attempt failed
+  };
+  // Where to reach a rank on another host. Its links share what was learned about its addresses.
+  struct Route {
+    std::vector<std::string> addresses;
+    size_t tried = 0;     // attempts, one after another, that failed
+    size_t timeouts = 0;  // those of them in which nobody answered
+    const std::string& address() const { return addresses[tried % addresses.size()]; }
+    int patience() const {
+      return 1 << std::min(kMostDoublings, static_cast<int>(timeouts / addresses.size()));
+    }
+  };
+  struct Attempt {
+    PendingLink link;
+    size_t tried = 0;  // of the route, when it began
+    bool was_established = false;
   };
 
-  bool AllConnected() const {
-    return std::all_of(connected_.begin(), connected_.end(), [](bool c) { return c; });
-  }
-  // True while every lower rank is connected or being tried, so that nothing is to be started again.
-  bool Trying() const {
-    for (size_t peer = 0; peer < targets_.size(); ++peer) {
-      if (!connected_[peer] && !targets_[peer].trying) return false;
+  Status OrderAddresses() {
+    if (topology_.hosts() == 1) return Status::Ok();
+    const auto mine = Interfaces();
+    if (!mine.ok()) return mine.status();
+    for (const Wanted& wanted : wanted_) {
+      const int peer = wanted.name.peer;
+      if (topology_.SameHost(peer) || routes_.contains(peer)) continue;
+      const Endpoint& endpoint = endpoints_[static_cast<size_t>(peer)];
+      routes_[peer].addresses = InOrderOfTrial(endpoint.addresses, mine.value());
+      if (routes_[peer].addresses.empty())
+        return Status(Code::kInvalid, "rank " + std::to_string(peer) + " offers no address");
     }
+    return Status::Ok();
+  }
+
+  // Starts to connect where this rank is to; true if it has to be tried again soon.
+  bool StartAll(Clock::time_point now) {
+    bool again = false;
+    for (Wanted& wanted : wanted_) {
+      const bool is_ours = wanted.name.peer < me_.rank;
+      if (is_ours && !wanted.is_connected && !wanted.is_trying) again |= !Start(wanted, now);
+    }
+    return again;
+  }
+
+  bool Start(Wanted& wanted, Clock::time_point now) {
+    if (now < wanted.not_before) return false;
+    wanted.not_before = now + kRetryAfter;
+    const int peer = wanted.name.peer;
+    const Endpoint& endpoint = endpoints_[static_cast<size_t>(peer)];
+    const bool is_unix = topology_.SameHost(peer);
+    Route* route = is_unix ? nullptr : &routes_[peer];
+    UniqueFd fd = is_unix ? ConnectUnix(endpoint.unix_name) : ConnectTcp(route->address(), endpoint.port);
+    if (!fd.valid()) {
+      Failed(wanted, std::strerror(errno), is_unix ? 0 : route->tried);
+      return false;
+    }
+    const auto give_up = is_unix ? Clock::time_point::max() : now + kConnectFor * route->patience();
+    wanted.is_trying = true;
+    attempts_.push_back(
+        {PendingLink::Connector(SocketLink(std::move(fd), is_unix), me_, wanted.name, give_up),
+         is_unix ? 0 : route->tried});
     return true;
   }
 
-  bool MayShareHost(const Endpoint& peer) const {
-    const Endpoint& mine = endpoints_[static_cast<size_t>(me_.rank)];
-    return (!mine.forced_host && !peer.forced_host) || mine.host == peer.host;
-  }
-
-  void Start(int peer, Clock::time_point now) {
-    Target& target = targets_[static_cast<size_t>(peer)];
-    if (connected_[static_cast<size_t>(peer)] || target.trying || now < target.not_before) return;
-    const Endpoint& endpoint = endpoints_[static_cast<size_t>(peer)];
-    target.not_before = now + kRetryAfter;
-    UniqueFd fd;
-    bool unix_socket = false;
-    if (MayShareHost(endpoint) && !target.tried_unix) {
-      fd = ConnectUnix(endpoint.unix_name);
-      unix_socket = fd.valid();
-      if (!unix_socket && errno == EAGAIN) return;  // its backlog is full, which says nothing about the host
-      target.tried_unix = !unix_socket;
+  // Several links to one rank fail at the same address; that counts once.
+  void Failed(Wanted& wanted, std::string_view why, size_t tried, bool is_timeout = false) {
+    wanted.is_trying = false;
+    const auto route = routes_.find(wanted.name.peer);
+    if (route == routes_.end()) {
+      wanted.why = "Unix socket: " + std::string(why);
+      return;
     }
-    if (!fd.valid() && !endpoint.addresses.empty()) {
-      fd = ConnectTcp(endpoint.addresses[target.next_address++ % endpoint.addresses.size()], endpoint.port);
-    }
-    if (!fd.valid()) return;
-    target.trying = true;
-    pending_.push_back(Pending::Connector(SocketLink(std::move(fd), unix_socket), me_, peer, unix_socket));
+    wanted.why = route->second.address() + ": " + std::string(why);
+    if (route->second.tried != tried) return;
+    ++route->second.tried;
+    route->second.timeouts += is_timeout ? 1 : 0;
   }
 
   void Wait(Clock::time_point until) {
-    const short accepting = pending_.size() < kMaxPending ? POLLIN : 0;
+    const short accepting = attempts_.size() < kMaxPending ? POLLIN : 0;
     std::vector<pollfd> fds{{listener_.tcp_fd(), accepting, 0}, {listener_.unix_fd(), accepting, 0}};
-    for (const Pending& pending : pending_) {
-      fds.push_back(
-          {pending.fd(), static_cast<short>(pending.wants_to_send() ? POLLIN | POLLOUT : POLLIN), 0});
+    for (const Attempt& attempt : attempts_) {
+      const bool sends = attempt.link.wants_to_send();
+      fds.push_back({attempt.link.fd(), static_cast<short>(sends ? POLLIN | POLLOUT : POLLIN), 0});
     }
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
     ::poll(fds.data(), fds.size(), static_cast<int>(std::max<int64_t>(left, 0)));
@@ -238,66 +198,131 @@ class Bootstrap {
 
   void AcceptAll() {
     for (const int listening : {listener_.unix_fd(), listener_.tcp_fd()}) {
-      const bool unix_socket = listening == listener_.unix_fd();
-      while (pending_.size() < kMaxPending) {
+      const bool is_unix = listening == listener_.unix_fd();
+      while (attempts_.size() < kMaxPending) {
         UniqueFd fd(::accept4(listening, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
         if (!fd.valid()) break;
-        pending_.push_back(Pending::Acceptor(SocketLink(std::move(fd), unix_socket), me_, unix_socket));
+        attempts_.push_back(
+            {PendingLink::Acceptor(SocketLink(std::move(fd), is_unix), me_, Clock::now() + kPendingFor)});
       }
     }
   }
 
   Status AdvanceAll() {
     const auto now = Clock::now();
-    for (auto it = pending_.begin(); it != pending_.end();) {
-      auto progress = it->Advance();
-      if (progress == Pending::Progress::kWaiting && now >= it->give_up())
-        progress = Pending::Progress::kDropped;
-      if (progress == Pending::Progress::kWaiting) {
+    for (auto it = attempts_.begin(); it != attempts_.end();) {
+      const auto progress = it->link.Advance();
+      if (progress == PendingLink::Progress::kWaiting && !IsGivenUp(*it, now)) {
         ++it;
         continue;
       }
-      const int peer = it->peer();
-      const bool ours = peer >= 0 && peer < me_.rank;
-      if (ours) targets_[static_cast<size_t>(peer)].trying = false;
-      if (progress == Pending::Progress::kWrongToken) {
-        return Status(Code::kInvalid,
-                      "rank " + std::to_string(peer) + " does not know the token of this job");
+      if (progress == PendingLink::Progress::kWrongToken) {
+        return Status(Code::kInvalid, "rank " + std::to_string(it->link.name().peer) +
+                                          " does not know the token of this job");
       }
-      if (progress == Pending::Progress::kDone && !connected_[static_cast<size_t>(peer)]) {
-        connected_[static_cast<size_t>(peer)] = true;
-        const int pid = it->unix_socket() ? PeerPid(it->fd()) : 0;
-        exchange_.Add(peer, std::make_unique<SocketLink>(it->TakeLink()), pid);
-      } else if (!ours) {
+      Wanted* wanted = Find(it->link.name());
+      if (progress == PendingLink::Progress::kDone && wanted != nullptr && !wanted->is_connected &&
+          it->link.is_unix() == topology_.SameHost(wanted->name.peer)) {
+        Connected(*wanted, it->link);
+      } else if (it->link.is_connector()) {
+        const bool is_timeout = progress == PendingLink::Progress::kWaiting;
+        Failed(*wanted, is_timeout ? "no answer" : it->link.failure().text(), it->tried, is_timeout);
+      } else {
         listener_.CountDropped();
       }
-      it = pending_.erase(it);
+      it = attempts_.erase(it);
     }
     return Status::Ok();
   }
 
-  Status Missing() const {
-    std::string missing;
-    for (size_t rank = 0; rank < connected_.size(); ++rank) {
-      if (!connected_[rank]) missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+  // A connector whose peer has answered waits for it; so does one that knows no other address.
+  bool IsGivenUp(Attempt& attempt, Clock::time_point now) {
+    PendingLink& link = attempt.link;
+    if (link.is_connector() && !link.is_unix() && link.is_established()) {
+      const Route& route = routes_[link.name().peer];
+      if (link.is_answered() || route.addresses.size() == 1) return false;
+      if (!std::exchange(attempt.was_established, true))
+        link.set_give_up(now + kSilentFor * route.patience());
     }
-    return Status(Code::kTimeout, "no connection with rank " + missing);
+    return now >= link.give_up();
+  }
+
+  Wanted* Find(const LinkName& name) {
+    const auto found = std::find_if(wanted_.begin(), wanted_.end(),
+                                    [&](const Wanted& wanted) { return wanted.name == name; });
+    return found == wanted_.end() ? nullptr : &*found;
+  }
+
+  void Connected(Wanted& wanted, PendingLink& pending) {
+    const int peer = wanted.name.peer;
+    wanted.is_connected = true;
+    wanted.is_trying = false;
+    --missing_;
+    const int pid = pending.is_unix() ? PeerPid(pending.fd()) : 0;
+    auto link = std::make_unique<SocketLink>(pending.TakeLink());
+    if (wanted.name.channel == Channel::kControl) {
+      const std::string where = endpoints_[static_cast<size_t>(peer)].HostName();
+      exchange_.Add(peer, std::move(link), pid, topology_.hosts() > 1 ? where : "");
+      return;
+    }
+    RingLinks& ring = wanted.name.channel == Channel::kEager ? data_->eager : data_->plan;
+    auto& side = peer < me_.rank ? ring.previous : ring.next;
+    side.resize(static_cast<size_t>(options_.ring_streams));
+    side[wanted.name.stream] = std::move(link);
+  }
+
+  Status Missing() const {
+    std::map<int, std::string> missing;  // why, by rank
+    for (const Wanted& wanted : wanted_) {
+      if (!wanted.is_connected) missing.emplace(wanted.name.peer, wanted.why);
+    }
+    std::string text;
+    for (const auto& [rank, why] : missing)
+      text += (text.empty() ? "" : ", ") + std::to_string(rank) + (why.empty() ? "" : " (" + why + ")");
+    return Status(Code::kTimeout, "no connection with rank " + text);
   }
 
   Listener& listener_;
   const std::vector<Endpoint>& endpoints_;
   const Credentials& me_;
+  const Topology& topology_;
+  const BootstrapOptions& options_;
   Exchange& exchange_;
-  std::vector<Target> targets_;
-  std::vector<bool> connected_;
-  std::list<Pending> pending_;
+  DataLinks* const data_;
+  std::vector<Wanted> wanted_;
+  size_t missing_ = 0;
+  std::map<int, Route> routes_;
+  std::list<Attempt> attempts_;
 };
 
 }  // namespace
 
-Status ConnectAll(Listener& listener, const std::vector<Endpoint>& endpoints, const Credentials& me,
-                  Clock::time_point deadline, Exchange& exchange) {
-  return Bootstrap(listener, endpoints, me, exchange).Run(deadline);
+std::vector<LinkName> LinksOf(const Topology& topology, int ring_streams) {
+  std::vector<LinkName> names;
+  for (int local = 0; local < topology.local_size(); ++local) {
+    const int peer = topology.GlobalRank(local);
+    if (peer != topology.rank) names.push_back({peer, Channel::kControl, 0});
+  }
+  for (int host = 0; host < topology.hosts() && topology.local_rank == 0; ++host) {
+    const int peer = topology.leader(host);
+    if (host != topology.host && topology.IsNeighbour(peer)) names.push_back({peer, Channel::kControl, 0});
+  }
+  if (topology.local_rank >= topology.slices()) return names;
+  for (const int host : {topology.host - 1, topology.host + 1}) {
+    if (host < 0 || host >= topology.hosts()) continue;
+    const int peer = topology.leader(host) + topology.local_rank;
+    for (const Channel channel : {Channel::kEager, Channel::kPlan}) {
+      for (int stream = 0; stream < ring_streams; ++stream)
+        names.push_back({peer, channel, static_cast<uint16_t>(stream)});
+    }
+  }
+  return names;
+}
+
+Status ConnectLinks(Listener& listener, const std::vector<Endpoint>& endpoints, const Credentials& me,
+                    const Topology& topology, const BootstrapOptions& options, Exchange& exchange,
+                    DataLinks* data) {
+  return Bootstrap(listener, endpoints, me, topology, options, exchange, data).Run();
 }
 
 }  // namespace hvd

@@ -1,4 +1,5 @@
-// Listener and Endpoint: how a rank can be reached.
+#include "transport/endpoint.h"
+
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -15,7 +16,6 @@
 #include <cstring>
 
 #include "base/sha256.h"
-#include "transport/bootstrap.h"
 
 namespace hvd {
 namespace {
@@ -37,7 +37,7 @@ std::string RandomHex(size_t nbytes) {
 }
 
 // Boot id and network namespace: processes that differ in one cannot share an abstract socket.
-std::string HostKey() {
+std::string KeyOfThisHost() {
   char boot[37] = {};
   if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
     [[maybe_unused]] const size_t size = std::fread(boot, 1, 36, file);
@@ -50,22 +50,24 @@ std::string HostKey() {
   return key;
 }
 
-// IPv4 addresses of the interfaces that are up, loopback last; only those of `only` unless that is empty.
+std::string ToText(uint32_t address) {
+  const in_addr network{htonl(address)};
+  char text[INET_ADDRSTRLEN] = {};
+  ::inet_ntop(AF_INET, &network, text, sizeof text);
+  return text;
+}
+
+// Addresses of the interfaces that are up, loopback last; only those of `only` unless that is empty.
 Result<std::vector<std::string>> Addresses(const std::string& only) {
-  ifaddrs* list = nullptr;
-  if (::getifaddrs(&list) != 0) return Failed("cannot list network interfaces");
+  auto interfaces = Interfaces();
+  if (!interfaces.ok()) return interfaces.status();
   std::vector<std::string> addresses, loopback;
   std::string names;
-  for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
-    if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET || (i->ifa_flags & IFF_UP) == 0) continue;
-    if (!names.empty()) names += ", ";
-    names += i->ifa_name;
-    if (!only.empty() && only != i->ifa_name) continue;
-    char text[INET_ADDRSTRLEN] = {};
-    ::inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(i->ifa_addr)->sin_addr, text, sizeof text);
-    ((i->ifa_flags & IFF_LOOPBACK) != 0 ? loopback : addresses).push_back(text);
+  for (const Interface& interface : interfaces.value()) {
+    names += (names.empty() ? "" : ", ") + interface.name;
+    if (!only.empty() && only != interface.name) continue;
+    (interface.is_loopback ? loopback : addresses).push_back(ToText(interface.address));
   }
-  ::freeifaddrs(list);
   addresses.insert(addresses.end(), loopback.begin(), loopback.end());
   if (addresses.empty() && !only.empty()) {
     return Status(Code::kInvalid, "no network interface '" + only + "' (HVD_INTERFACE); there are: " + names);
@@ -85,9 +87,44 @@ std::vector<std::string_view> Split(std::string_view text, char at) {
 
 }  // namespace
 
+Result<std::vector<Interface>> Interfaces() {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return Failed("cannot list network interfaces");
+  const auto ipv4 = [](const sockaddr* address) {
+    return ntohl(reinterpret_cast<const sockaddr_in*>(address)->sin_addr.s_addr);
+  };
+  std::vector<Interface> interfaces;
+  for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr == nullptr || i->ifa_addr->sa_family != AF_INET || (i->ifa_flags & IFF_UP) == 0) continue;
+    const uint32_t mask = i->ifa_netmask != nullptr ? ipv4(i->ifa_netmask) : ~uint32_t{0};
+    interfaces.push_back({i->ifa_name, ipv4(i->ifa_addr), mask, (i->ifa_flags & IFF_LOOPBACK) != 0});
+  }
+  ::freeifaddrs(list);
+  return interfaces;
+}
+
+std::vector<std::string> InOrderOfTrial(const std::vector<std::string>& addresses,
+                                        std::span<const Interface> mine) {
+  const auto place = [&](const std::string& text) {
+    in_addr network{};
+    if (::inet_pton(AF_INET, text.c_str(), &network) != 1) return 4;
+    const uint32_t address = ntohl(network.s_addr);
+    if (address >> 24 == 127) return 3;
+    int best = 1;
+    for (const Interface& i : mine) {
+      if (i.address == address) return 2;
+      if (!i.is_loopback && (i.address & i.mask) == (address & i.mask)) best = 0;
+    }
+    return best;
+  };
+  std::vector<std::string> ordered = addresses;
+  std::stable_sort(ordered.begin(), ordered.end(),
+                   [&](const std::string& a, const std::string& b) { return place(a) < place(b); });
+  return ordered;
+}
+
 std::string Endpoint::ToString() const {
-  std::string text =
-      std::string(kPrefix) + (forced_host ? ";forced=" : ";host=") + host + ";unix=" + unix_name + ";tcp=";
+  std::string text = std::string(kPrefix) + ";" + HostKey() + ";unix=" + unix_name + ";tcp=";
   for (size_t i = 0; i < addresses.size(); ++i) text += (i == 0 ? "" : ",") + addresses[i];
   return text + ":" + std::to_string(port);
 }
@@ -120,7 +157,7 @@ Result<std::unique_ptr<Listener>> Listener::Bind(const std::string& host_id, con
   std::unique_ptr<Listener> listener(new Listener);
   Endpoint& endpoint = listener->endpoint_;
   endpoint.forced_host = !host_id.empty();
-  endpoint.host = endpoint.forced_host ? host_id : HostKey();
+  endpoint.host = endpoint.forced_host ? host_id : KeyOfThisHost();
   endpoint.unix_name = "hvd-" + RandomHex(16);
   auto addresses = Addresses(interface);
   if (!addresses.ok()) return addresses.status();

@@ -2,6 +2,7 @@
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,14 +11,11 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
+#include <utility>
 
 namespace hvd {
 namespace {
 
-constexpr size_t kHeaderBytes = 5;
-// Announcements and decisions of ten thousand tensors take about 1 MiB; a length above this is a broken
-// stream.
-constexpr uint32_t kMaxPayloadBytes = 256u << 20;
 constexpr size_t kReadBytes = 64 << 10;
 constexpr int kEventsAtOnce = 64;
 
@@ -25,14 +23,6 @@ constexpr int kEventsAtOnce = 64;
 constexpr uint64_t kWakeEvent = ~uint64_t{0};
 constexpr uint64_t LinkEvent(int peer) { return static_cast<uint64_t>(peer) * 2; }
 constexpr uint64_t ProcessEvent(int peer) { return static_cast<uint64_t>(peer) * 2 + 1; }
-
-std::string Header(FrameKind kind, size_t payload) {
-  std::string header(kHeaderBytes, '\0');
-  const auto size = static_cast<uint32_t>(payload);
-  std::memcpy(header.data(), &size, sizeof size);
-  header[4] = static_cast<char>(kind);
-  return header;
-}
 
 // proc(5): the state follows the last ')'.
 bool IsStopped(int pid) {
@@ -60,13 +50,14 @@ std::string InSeconds(Clock::duration duration) {
 
 }  // namespace
 
-Exchange::Exchange(int self, int size, Clock::duration peer_timeout)
-    : self_(self),
+Exchange::Exchange(const Topology& topology, Clock::duration peer_timeout)
+    : topology_(topology),
       peer_timeout_(peer_timeout),
       beat_every_(peer_timeout / 10),
       next_beat_(Clock::now() + beat_every_),
       last_poll_(Clock::now()),
-      peers_(static_cast<size_t>(size)),
+      peers_(static_cast<size_t>(topology.size)),
+      left_(static_cast<size_t>(topology.size)),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
   if (!wake_.valid() || !epoll_.valid() || !Watch(wake_.get(), kWakeEvent)) {
@@ -82,38 +73,68 @@ bool Exchange::Watch(int fd, uint64_t what) {
   return ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-void Exchange::Add(int peer, std::unique_ptr<Link> link, int peer_pid) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  p.state = State::kConnected;
-  p.link = std::move(link);
-  p.pid = peer_pid;
-  p.heard = Clock::now();
-  if (!Watch(p.link->fd(), LinkEvent(peer))) {
+void Exchange::Add(int peer, std::unique_ptr<Link> link, int peer_pid, std::string where) {
+  auto& p = peers_[static_cast<size_t>(peer)] = std::make_unique<Peer>();
+  neighbours_.push_back(peer);
+  p->link = std::move(link);
+  p->pid = peer_pid;
+  p->where = std::move(where);
+  p->heard = Clock::now();
+  if (!Watch(p->link->fd(), LinkEvent(peer))) {
     return Lose(peer, Status(Code::kPeerLost, std::string("cannot watch its link: ") + std::strerror(errno)));
   }
   if (peer_pid <= 0 || peer_pid == ::getpid()) return;
-  p.process.Reset(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));  // an old kernel has none
-  if (p.process.valid()) Watch(p.process.get(), ProcessEvent(peer));
+  p->process.Reset(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));  // an old kernel has none
+  if (p->process.valid()) Watch(p->process.get(), ProcessEvent(peer));
 }
 
-void Exchange::Post(int peer, FrameKind kind, std::string_view payload, int pass_fd) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  if (p.state != State::kConnected) return;
-  std::string bytes = Header(kind, payload.size());
-  bytes.append(payload);
-  p.outgoing.push_back({std::move(bytes), 0, pass_fd});
-  Send(peer);
+Exchange::Peer* Exchange::Connected(int peer) const {
+  Peer* p = peers_[static_cast<size_t>(peer)].get();
+  return p != nullptr && p->state == State::kConnected ? p : nullptr;
 }
 
-void Exchange::PostAll(FrameKind kind, std::string_view payload, int pass_fd) {
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) Post(peer, kind, payload, pass_fd);
+void Exchange::Post(int peer, FrameKind kind, std::string_view payload) {
+  if (peer != topology_.rank) PostTo(topology_.NextHop(topology_.rank, peer), kind, peer, payload);
+}
+
+void Exchange::PostAll(FrameKind kind, std::string_view payload) {
+  if (kind == FrameKind::kAbort && std::exchange(aborted_, true)) return;
+  for (const int peer : neighbours_) PostTo(peer, kind, FrameHeader::kEveryone, payload);
 }
 
 void Exchange::PostHost(FrameKind kind, std::string_view payload, int pass_fd) {
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    const Peer& p = peers_[static_cast<size_t>(peer)];
-    if (p.link != nullptr && p.link->same_host()) Post(peer, kind, payload, pass_fd);
+  for (const int peer : neighbours_) {
+    if (topology_.SameHost(peer)) PostTo(peer, kind, FrameHeader::kNeighbour, payload, pass_fd);
   }
+}
+
+void Exchange::PostTo(int next, FrameKind kind, int32_t destination, std::string_view payload, int pass_fd) {
+  const FrameHeader header{static_cast<uint32_t>(payload.size()), kind, topology_.rank, destination};
+  Queue(next, header.ToBytes().append(payload), pass_fd);
+}
+
+void Exchange::Queue(int next, std::string bytes, int pass_fd) {
+  Peer* p = Connected(next);
+  if (p == nullptr) return;
+  p->outgoing.push_back({std::move(bytes), 0, pass_fd});
+  Send(next);
+}
+
+// On to where the frame has not been: from this host to the others, from another host also to this one.
+void Exchange::Flood(std::string_view bytes, int from) {
+  if (topology_.local_rank != 0) return;
+  for (const int peer : neighbours_) {
+    const bool has_it = topology_.SameHost(from) && topology_.SameHost(peer);
+    if (peer != from && !has_it) Queue(peer, std::string(bytes), -1);
+  }
+}
+
+int Exchange::LeftOnTheWayTo(int rank) const {
+  for (int at = topology_.rank; at != rank;) {
+    at = topology_.NextHop(at, rank);
+    if (HasLeft(at)) return at;
+  }
+  return -1;
 }
 
 void Exchange::Poll(Clock::time_point deadline) {
@@ -125,12 +146,12 @@ bool Exchange::PollOnce(Clock::time_point deadline) {
   auto now = Clock::now();
   // A process that was stopped itself has heard nothing; that is not the peers' fault.
   if (now - last_poll_ > peer_timeout_ / 2) {
-    for (Peer& p : peers_) p.heard = now;
+    for (const int peer : neighbours_) peers_[static_cast<size_t>(peer)]->heard = now;
   }
   bool happened = false;
   if (now >= next_beat_) {
     next_beat_ = now + beat_every_;
-    PostAll(FrameKind::kBeat, {});
+    for (const int peer : neighbours_) PostTo(peer, FrameKind::kBeat, FrameHeader::kNeighbour, {});
     happened = CheckSilence(now);
   }
   epoll_event events[kEventsAtOnce];
@@ -157,45 +178,44 @@ bool Exchange::PollOnce(Clock::time_point deadline) {
 
 void Exchange::Send(int peer) {
   SendQueued(peer);
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  if (p.link == nullptr || p.wants_to_send == !p.outgoing.empty()) return;
-  p.wants_to_send = !p.outgoing.empty();
+  Peer* p = Connected(peer);
+  if (p == nullptr || p->wants_to_send == !p->outgoing.empty()) return;
+  p->wants_to_send = !p->outgoing.empty();
   epoll_event event{};
-  event.events = p.wants_to_send ? EPOLLIN | EPOLLOUT : EPOLLIN;
+  event.events = p->wants_to_send ? EPOLLIN | EPOLLOUT : EPOLLIN;
   event.data.u64 = LinkEvent(peer);
-  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, p.link->fd(), &event);
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, p->link->fd(), &event);
 }
 
 void Exchange::SendQueued(int peer) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
-  while (p.state == State::kConnected && !p.outgoing.empty()) {
-    Outgoing& front = p.outgoing.front();
+  Peer* p = Connected(peer);
+  while (p != nullptr && !p->outgoing.empty()) {
+    Outgoing& front = p->outgoing.front();
     const auto rest = std::as_bytes(std::span(front.bytes)).subspan(front.sent);
-    auto sent = p.link->TrySend(rest, front.pass_fd);
+    auto sent = p->link->TrySend(rest, front.pass_fd);
     // What the peer wrote before it went (its reason to abort) is still to be read: Receive() finds the end.
-    if (!sent.ok()) return p.outgoing.clear();
+    if (!sent.ok()) return p->outgoing.clear();
     if (sent.value() == 0) return;
     front.pass_fd = -1;
     front.sent += sent.value();
-    if (front.sent == front.bytes.size()) p.outgoing.pop_front();
+    if (front.sent == front.bytes.size()) p->outgoing.pop_front();
   }
 }
 
 bool Exchange::Receive(int peer, bool to_the_end) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
   std::byte bytes[kReadBytes];
   bool happened = false;
-  while (p.state == State::kConnected) {
+  while (Peer* p = Connected(peer)) {
     UniqueFd passed;
-    auto received = p.link->TryRecv(bytes, &passed);
+    auto received = p->link->TryRecv(bytes, &passed);
     if (!received.ok()) {
       Lose(peer, received.status());
       return true;
     }
     if (received.value() == 0) break;
-    if (passed.valid()) p.incoming_fds.push_back(std::move(passed));
-    p.heard = Clock::now();
-    p.incoming.append(reinterpret_cast<const char*>(bytes), received.value());
+    if (passed.valid()) p->incoming_fds.push_back(std::move(passed));
+    p->heard = Clock::now();
+    p->incoming.append(reinterpret_cast<const char*>(bytes), received.value());
     happened |= Parse(peer);
     if (received.value() < sizeof bytes && !to_the_end) break;
   }
@@ -203,40 +223,65 @@ bool Exchange::Receive(int peer, bool to_the_end) {
 }
 
 bool Exchange::Parse(int peer) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
+  Peer& p = *peers_[static_cast<size_t>(peer)];
+  const std::string_view incoming = p.incoming;
   bool happened = false;
   size_t at = 0;
-  while (p.state == State::kConnected && p.incoming.size() - at >= kHeaderBytes) {
-    uint32_t size = 0;
-    std::memcpy(&size, p.incoming.data() + at, sizeof size);
-    const auto kind = static_cast<FrameKind>(p.incoming[at + 4]);
-    if (size > kMaxPayloadBytes || kind < FrameKind::kSegment || kind > FrameKind::kBeat) {
+  while (p.state == State::kConnected && incoming.size() - at >= FrameHeader::kBytes) {
+    const auto header = FrameHeader::Parse(incoming.substr(at), topology_.size);
+    if (!header || !IsPlausible(*header, peer)) {
       Lose(peer, Status(Code::kPeerLost, "it sent a broken frame"));
       return true;
     }
-    if (p.incoming.size() - at < kHeaderBytes + size) break;
-    if (kind == FrameKind::kBye) {
-      Disconnect(peer, State::kLeft);
-      happened = true;
-    } else if (kind != FrameKind::kBeat) {
-      Frame frame{peer, kind, p.incoming.substr(at + kHeaderBytes, size), UniqueFd()};
-      if (kind == FrameKind::kSegment && !p.incoming_fds.empty()) {
-        frame.fd = std::move(p.incoming_fds.front());
-        p.incoming_fds.pop_front();
-      }
-      inbox_.push_back(std::move(frame));
-      happened = true;
-    }
-    at += kHeaderBytes + size;
+    const size_t nbytes = FrameHeader::kBytes + header->nbytes;
+    if (incoming.size() - at < nbytes) break;
+    happened |= Take(peer, *header, incoming.substr(at, nbytes));
+    at += nbytes;
   }
   p.incoming.erase(0, at);
   return happened;
 }
 
+// A frame comes over the neighbour on the way to its origin, and never back: the links form no circle outside
+// of a host, and inside of one nothing is passed on.
+bool Exchange::IsPlausible(const FrameHeader& header, int from) const {
+  const int self = topology_.rank;
+  if (header.origin == self || topology_.NextHop(self, header.origin) != from) return false;
+  if (header.kind == FrameKind::kSegment && !topology_.SameHost(from)) return false;
+  if (header.destination == FrameHeader::kNeighbour) return header.origin == from;
+  if (header.destination == FrameHeader::kEveryone || header.destination == self) return true;
+  return topology_.local_rank == 0 && topology_.NextHop(self, header.destination) != from;
+}
+
+// True if there is something for the caller in it.
+bool Exchange::Take(int from, const FrameHeader& header, std::string_view bytes) {
+  if (header.destination == FrameHeader::kEveryone) {
+    if (header.kind == FrameKind::kAbort && std::exchange(aborted_, true)) return false;
+    Flood(bytes, from);
+  } else if (header.destination >= 0 && header.destination != topology_.rank) {
+    Queue(topology_.NextHop(topology_.rank, header.destination), std::string(bytes), -1);
+    return false;
+  }
+  if (header.kind == FrameKind::kBeat) return false;
+  if (header.kind == FrameKind::kBye) {
+    left_[static_cast<size_t>(header.origin)] = true;
+    if (header.origin == from) Disconnect(from, State::kLeft);
+    return true;
+  }
+  Frame frame{header.origin, header.kind, std::string(bytes.substr(FrameHeader::kBytes)), UniqueFd()};
+  auto& fds = peers_[static_cast<size_t>(from)]->incoming_fds;
+  if (header.kind == FrameKind::kSegment && !fds.empty()) {
+    frame.fd = std::move(fds.front());
+    fds.pop_front();
+  }
+  inbox_.push_back(std::move(frame));
+  return true;
+}
+
 // Out of the set before it is closed: a forked child of this process may hold the same socket, and then
 // closing it alone would leave it there. Not done when the Exchange goes, which such a child may do too.
 void Exchange::Disconnect(int peer, State state) {
-  Peer& p = peers_[static_cast<size_t>(peer)];
+  Peer& p = *peers_[static_cast<size_t>(peer)];
   p.state = state;
   p.outgoing.clear();
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, p.link->fd(), nullptr);
@@ -248,27 +293,29 @@ void Exchange::Disconnect(int peer, State state) {
 
 void Exchange::Lose(int peer, const Status& why) {
   Disconnect(peer, State::kLost);
-  if (!lost_.ok()) return;
+  if (!lost_.ok() || leaving_) return;
   lost_peer_ = peer;
-  lost_ = Status(Code::kPeerLost, "lost rank " + std::to_string(peer) + ": " + std::string(why.text()));
+  const std::string& where = peers_[static_cast<size_t>(peer)]->where;
+  lost_ =
+      Status(Code::kPeerLost, "lost rank " + std::to_string(peer) +
+                                  (where.empty() ? "" : " (" + where + ")") + ": " + std::string(why.text()));
 }
 
 // What it said before it ended (goodbye, or why) comes first.
 bool Exchange::LoseEnded(int peer) {
-  const Peer& p = peers_[static_cast<size_t>(peer)];
-  if (p.state != State::kConnected) return false;
+  if (Connected(peer) == nullptr) return false;
   Receive(peer, true);
-  if (p.state == State::kConnected) Lose(peer, Status(Code::kPeerLost, "its process ended"));
+  if (Connected(peer) != nullptr) Lose(peer, Status(Code::kPeerLost, "its process ended"));
   return true;
 }
 
 bool Exchange::CheckSilence(Clock::time_point now) {
   bool lost = false;
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    Peer& p = peers_[static_cast<size_t>(peer)];
-    if (p.state != State::kConnected || now - p.heard < peer_timeout_) continue;
-    Lose(peer, Status(Code::kPeerLost, std::string(IsStopped(p.pid) ? "its process is stopped; " : "") +
-                                           "no byte for " + InSeconds(now - p.heard) +
+  for (const int peer : neighbours_) {
+    const Peer* p = Connected(peer);
+    if (p == nullptr || now - p->heard < peer_timeout_) continue;
+    Lose(peer, Status(Code::kPeerLost, std::string(IsStopped(p->pid) ? "its process is stopped; " : "") +
+                                           "no byte for " + InSeconds(now - p->heard) +
                                            " (peer_timeout_s=" + InSeconds(peer_timeout_) + ")"));
     lost = true;
   }
@@ -287,20 +334,29 @@ void Exchange::PutBack(std::vector<Frame> frames) {
                 std::make_move_iterator(frames.end()));
 }
 
-int Exchange::FirstOnOtherHost() const {
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    const Peer& p = peers_[static_cast<size_t>(peer)];
-    if (p.link != nullptr && !p.link->same_host()) return peer;
-  }
-  return -1;
+bool Exchange::HasQueued() const {
+  return std::any_of(neighbours_.begin(), neighbours_.end(), [this](int peer) {
+    const Peer* p = Connected(peer);
+    return p != nullptr && !p->outgoing.empty();
+  });
 }
 
 void Exchange::Flush(Clock::time_point deadline) {
-  const auto pending = [this] {
-    return std::any_of(peers_.begin(), peers_.end(),
-                       [](const Peer& p) { return p.state == State::kConnected && !p.outgoing.empty(); });
-  };
-  while (pending() && Clock::now() < deadline) PollOnce(deadline);
+  while (HasQueued() && Clock::now() < deadline) PollOnce(deadline);
+}
+
+void Exchange::Linger(Clock::time_point deadline) {
+  leaving_ = true;
+  Flush(deadline);
+  std::vector<int> elsewhere;
+  for (const int peer : neighbours_) {
+    if (topology_.SameHost(peer) || Connected(peer) == nullptr) continue;
+    elsewhere.push_back(peer);
+    ::shutdown(Connected(peer)->link->fd(), SHUT_WR);
+  }
+  const auto is_connected = [this](int peer) { return Connected(peer) != nullptr; };
+  while (std::any_of(elsewhere.begin(), elsewhere.end(), is_connected) && Clock::now() < deadline)
+    PollOnce(deadline);
 }
 
 void Exchange::Wake() {

@@ -14,4 +14,9 @@ struct RingLinks {
   std::vector<std::unique_ptr<Link>> previous, next;
 };
 
+// Two independent sets, so that a plan's fused batches and eager collectives never wait for each other.
+struct DataLinks {
+  RingLinks eager, plan;
+};
+
 }  // namespace hvd

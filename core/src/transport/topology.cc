@@ -26,9 +26,27 @@ Result<Topology> Topology::Of(std::span<const std::string> hosts, int rank) {
   return topology;
 }
 
+Topology Topology::OneHost(int rank, int size) {
+  Topology topology;
+  topology.rank = topology.local_rank = rank;
+  topology.size = size;
+  topology.first_rank = {0, size};
+  return topology;
+}
+
 int Topology::HostOf(int r) const {
   const auto after = std::upper_bound(first_rank.begin(), first_rank.end(), r);
   return static_cast<int>(after - first_rank.begin()) - 1;
+}
+
+int Topology::NextHop(int from, int to) const {
+  const int here = HostOf(from);
+  int there = HostOf(to);
+  if (here == there) return to;
+  if (from != leader(here)) return leader(here);
+  // From `there` up towards the root: through `here`, or else the way leads over its parent.
+  while (there > here && (there - 1) / 2 != here) there = (there - 1) / 2;
+  return leader(there > here ? there : (here - 1) / 2);
 }
 
 int Topology::slices() const {

@@ -13,6 +13,7 @@ namespace hvd {
 struct Topology {
   // hosts[rank] is a key that is equal for ranks of one host. kInvalid if a host's ranks are not contiguous.
   static Result<Topology> Of(std::span<const std::string> hosts, int rank);
+  static Topology OneHost(int rank, int size);
 
   int rank = 0;
   int size = 1;
@@ -33,6 +34,13 @@ struct Topology {
   // Slices of a fused batch that travel between hosts, one for each of the first `slices` ranks of every
   // host.
   int slices() const;  // the smallest local size
+
+  // Control links: every two ranks of a host have one, and the leaders of hosts that are neighbours in a
+  // binary tree over the hosts (the parent of host h is (h - 1) / 2).
+  //
+  // The neighbour of `from` on the only way to `to`, which is another rank.
+  int NextHop(int from, int to) const;
+  bool IsNeighbour(int r) const { return r != rank && NextHop(rank, r) == r; }
 };
 
 }  // namespace hvd

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/fd.h"
+
+namespace hvd {
+
+// Where a rank can be reached: "hvd1;host=<key>;unix=<name>;tcp=<address>,...:<port>".
+// Ranks whose `host` is equal are on one host: boot id and network namespace, within which an abstract Unix
+// socket can be reached, or a forced id.
+struct Endpoint {
+  std::string host;
+  bool forced_host = false;
+  std::string unix_name;
+  std::vector<std::string> addresses;
+  uint16_t port = 0;
+
+  std::string ToString() const;
+  static Result<Endpoint> Parse(std::string_view text);
+  std::string HostKey() const { return (forced_host ? "forced=" : "host=") + host; }
+  // The host as an error names it: the forced id or the first address.
+  std::string HostName() const { return forced_host || addresses.empty() ? host : addresses.front(); }
+};
+
+// An IPv4 address of this host; host byte order.
+struct Interface {
+  std::string name;
+  uint32_t address = 0;
+  uint32_t mask = 0;
+  bool is_loopback = false;
+};
+Result<std::vector<Interface>> Interfaces();  // those that are up
+
+// The addresses of a rank on another host, likely ones first: in a network that this host is in too, then
+// others, then what is also an address of this host (every docker0 has the same one), loopback last.
+std::vector<std::string> InOrderOfTrial(const std::vector<std::string>& addresses,
+                                        std::span<const Interface> mine);
+
+// A bound TCP socket (port chosen by the kernel) and a bound abstract Unix socket. Stays open from before the
+// endpoint is told to anyone until its rank needs no further Group: never closed and bound again.
+class Listener {
+ public:
+  // host_id: forced host id or "". interface: offer only its addresses, or "" for all; a wrong name is a
+  // kInvalid that lists the valid ones.
+  static Result<std::unique_ptr<Listener>> Bind(const std::string& host_id, const std::string& interface);
+
+  const Endpoint& endpoint() const { return endpoint_; }
+  int tcp_fd() const { return tcp_.get(); }
+  int unix_fd() const { return unix_.get(); }
+  // Connections that could not prove to belong to the job.
+  uint64_t dropped() const { return dropped_; }
+  void CountDropped() { ++dropped_; }
+
+ private:
+  Listener() = default;
+  UniqueFd tcp_, unix_;
+  Endpoint endpoint_;
+  uint64_t dropped_ = 0;
+};
+
+}  // namespace hvd
