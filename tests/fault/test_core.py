@@ -244,15 +244,6 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         Group.connect(here, endpoints, rank=1, token=b"t", config=Config(connect_timeout_s=0.3))
 
 
-def test_ranks_on_several_hosts_are_refused_by_name() -> None:
-    configs = [Config(host_id="host-a"), Config(host_id="host-b")]
-    with bound_ranks(2, configs) as ranks:
-        for host, answer in zip(("host-b", "host-a"), connect(ranks), strict=True):
-            assert isinstance(answer, InvalidArgument)
-            assert host in str(answer)
-            assert "one host" in str(answer)
-
-
 def test_a_wrong_interface_lists_the_right_ones() -> None:
     with pytest.raises(InvalidArgument, match=r"no network interface 'nope0'.*\blo\b"):
         Listener.bind(Config(interface="nope0"))

@@ -22,19 +22,6 @@ Result<Topology> TopologyOf(const std::vector<Endpoint>& endpoints, int rank) {
   return Topology::Of(hosts, rank);
 }
 
-Status CheckOneHost(const Topology& topology, const std::vector<Endpoint>& endpoints) {
-  if (topology.hosts() == 1) return Status::Ok();
-  std::string who;
-  for (int rank = 0; rank < topology.size; ++rank) {
-    if (topology.SameHost(rank)) continue;
-    who += (who.empty() ? "" : ", ") + std::to_string(rank) + " (" +
-           endpoints[static_cast<size_t>(rank)].host + ")";
-  }
-  return Status(Code::kInvalid, "all ranks must be on one host in this version: rank " + who +
-                                    " is not on the host of this rank (" +
-                                    endpoints[static_cast<size_t>(topology.rank)].host + ")");
-}
-
 // Every rank sends its control segment to the others of its host and waits for theirs.
 Status ShareControlSegments(const Topology& topology, Exchange& exchange, Arena& arena,
                             const BootstrapOptions& options) {
@@ -91,7 +78,6 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
   auto topology = TopologyOf(endpoints.value(), me.rank);
   if (!topology.ok()) return topology.status();
   const Topology& t = topology.value();
-  HVD_RETURN_IF_ERROR(CheckOneHost(t, endpoints.value()));
   auto exchange = std::make_unique<Exchange>(t, Seconds(options.peer_timeout_s));
   HVD_RETURN_IF_ERROR(exchange->status());
   DataLinks data;
