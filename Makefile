@@ -1,6 +1,7 @@
 # make demo   train on real flights on an embedded Spark     make venv     only set up
 # make test   all tests                                      make native   build the extension
 # make check  format, lint, types, warnings, fast tests      make bench    benchmarks
+# make check-sanitizers   C++ tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 # Every target sets up .venv by itself, again only when something changed. PYTHON=... picks the interpreter.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -8,7 +9,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-CPP := $(shell find core/src tests/cpp -name '*.cc' -o -name '*.h' -o -name '*.inc' 2>/dev/null)
+CPP := $(shell find core/src tests/cpp tests/fuzz benchmarks/cpp -name '*.cc' -o -name '*.h' -o -name '*.inc' 2>/dev/null)
 CMAKE_INPUTS := $(CPP) $(shell find core tests/cpp -name CMakeLists.txt 2>/dev/null)
 PYTHON_DIRS := $(wildcard core/hvd_core hvd_spark hvd_ray tests examples benchmarks scripts)
 
@@ -16,10 +17,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Spark's executors must run the interpreter that the driver runs.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: help venv native demo test test-cpp check format bench clean
+.PHONY: help venv native demo test test-cpp check check-sanitizers format bench clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 4
+	@sed -n 's/^# //p' Makefile | head -n 5
 
 venv: $(VENV)/.ready
 native: $(VENV)/.native
@@ -43,6 +44,20 @@ build/check/.built: $(VENV)/.ready $(CMAKE_INPUTS)
 
 test-cpp: build/check/.built
 	$(BIN)/ctest --test-dir build/check --output-on-failure --timeout 120 --no-tests=error
+
+# The C++ tests again under ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitizer; no suppressions.
+# Ranks are threads of one process there, which is what the sanitizers can see.
+check-sanitizers: build/thread/.built build/address/.built
+	$(BIN)/ctest --test-dir build/thread --output-on-failure --timeout 240 --no-tests=error
+	$(BIN)/ctest --test-dir build/address --output-on-failure --timeout 240 --no-tests=error
+
+build/thread/.built: SANITIZE := thread
+build/address/.built: SANITIZE := address,undefined
+build/thread/.built build/address/.built: $(VENV)/.ready $(CMAKE_INPUTS)
+	$(BIN)/cmake -S core -B $(@D) -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1" -DHVD_SANITIZE=$(SANITIZE) \
+	    -DHVD_BUILD_TESTS=ON --log-level=WARNING
+	flock $(@D)/.lock $(BIN)/cmake --build $(@D)
+	touch $@
 
 demo: $(VENV)/.native
 	$(BIN)/python examples/flight_delays.py

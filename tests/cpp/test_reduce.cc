@@ -9,6 +9,10 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include "base/half.h"
 #include "check.h"
 #include "collectives/reduce.h"
@@ -289,10 +293,16 @@ template <DType kDType>
 void CheckDType() {
   const std::vector<std::string> kernels = UsableKernels();
   std::mt19937_64 random(static_cast<uint64_t>(kDType) + 1);
-  // Around the vector widths and the block of the kernels.
-  const size_t counts[] = {0, 1, 2, 7, 8, 9, 33, 255, 1023, 1024, 1025, 2051};
+  // Around the vector widths of the kernels and what they do at a time.
+#if defined(HVD_SANITIZED)
+  const size_t counts[] = {0, 1, 33, 255, 1025};
+  constexpr int kMostSources = 3;
+#else
+  const size_t counts[] = {0, 1, 2, 7, 8, 9, 33, 63, 64, 65, 255, 1023, 1024, 1025, 2051};
+  constexpr int kMostSources = 5;
+#endif
   for (const ReduceOp op : kOps) {
-    for (int n = 1; n <= 5; ++n) {
+    for (int n = 1; n <= kMostSources; ++n) {
       const int divisor = op == ReduceOp::kAverage ? n : 1;
       std::vector<Scale> scales = {
           {1, 1, divisor}, {0.75, 1, divisor}, {1, -1.5, divisor}, {1e6, 1.0 / 3, divisor}};
@@ -354,6 +364,22 @@ TEST(AddsFromLeftToRight) {
   Reduce(DType::kFloat32, ReduceOp::kSum, {}, srcs, 4, &dst, 1, 1);
   CHECK_EQ(out, 1.0f);
 }
+
+#if defined(__x86_64__)
+TEST(KeepsDenormalsWhereTheProgramFlushesThem) {
+  const float tiny = std::numeric_limits<float>::denorm_min();
+  const void* srcs[] = {&tiny, &tiny};
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);
+  float out = 0;
+  void* dst = &out;
+  Reduce(DType::kFloat32, ReduceOp::kSum, {}, srcs, 2, &dst, 1, 1);
+  const unsigned after = _mm_getcsr();
+  _mm_setcsr(before);
+  CHECK_EQ(after & 0x8040, 0x8040u);
+  CHECK_EQ(out, 2 * tiny);
+}
+#endif
 
 TEST(AveragesWholeNumbersExactly) {
   const int64_t xs[] = {(int64_t{1} << 62) + 1, (int64_t{1} << 61) + 1, -3};

@@ -3,6 +3,10 @@
 #include <atomic>
 #include <string>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include "collectives/reduce_kernels.h"
 
 namespace hvd {
@@ -50,7 +54,30 @@ const KernelTable& TableInUse() {
   return *table;
 }
 
+// A program may flush denormals or round otherwise on its own thread (torch.set_flush_denormal), which must
+// not change a sum that other ranks see.
+class PlainArithmetic {
+ public:
+#if defined(__x86_64__)
+  PlainArithmetic() : before_(_mm_getcsr()) {
+    if ((before_ & kChanges) != 0) _mm_setcsr(before_ & ~kChanges);
+  }
+  ~PlainArithmetic() {
+    if ((before_ & kChanges) != 0) _mm_setcsr(before_);
+  }
+
+ private:
+  // Flush to zero, denormals are zero, direction of rounding.
+  static constexpr unsigned kChanges = 0x8000 | 0x0040 | 0x6000;
+  const unsigned before_;
+#else
+  PlainArithmetic() {}
+  ~PlainArithmetic() {}
+#endif
+};
+
 void Run(DType dtype, ReduceOp op, const Scale& scale, const Operands& operands, size_t count) {
+  const PlainArithmetic plain;
   TableInUse().reduce[static_cast<size_t>(dtype)](op, scale, operands, count);
 }
 
