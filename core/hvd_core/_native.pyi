@@ -31,6 +31,7 @@ class Group:
         stall_warn_s: float,
         stall_shutdown_s: float,
         ring_streams: int,
+        wire_dtype: str,
     ) -> Group: ...
     @property
     def rank(self) -> int: ...

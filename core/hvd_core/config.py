@@ -35,6 +35,10 @@ class Config:
     interface: str = ""
     #: TCP connections between neighbouring hosts for each slice of the data.
     ring_streams: int = field(default=2, metadata={"least": 1})
+    #: What float32 sums, and the sums of 16-bit floats, travel as between hosts: "" for float32, or "bf16" or
+    #: "fp16" for half the bytes. Every host then rounds, so the bits depend on which ranks share a host; all
+    #: ranks still get the same.
+    wire_dtype: str = field(default="", metadata={"one_of": ("", "bf16", "fp16")})
     #: Highest kernel set to use: "", "avx512", "avx2" or "baseline". All give the same bits.
     kernels: str = ""
     #: A training shard stays in memory up to this many bytes; 0: half of what the host has free for each
@@ -48,6 +52,8 @@ class Config:
             value, least = getattr(self, f.name), f.metadata.get("least", 0)
             if not isinstance(f.default, str) and not value >= least:  # also NaN
                 raise InvalidArgument(f"{f.name}={value!r} must be at least {least:g}")
+            if value not in f.metadata.get("one_of", (value,)):
+                raise InvalidArgument(f"{f.name}={value!r} is none of {f.metadata['one_of']}")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Config:

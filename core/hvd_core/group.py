@@ -173,6 +173,7 @@ class Group:
             config.stall_warn_s,
             config.stall_shutdown_s,
             config.ring_streams,
+            config.wire_dtype,
         )
         return cls(native)
 

@@ -22,6 +22,13 @@ Result<Topology> TopologyOf(const std::vector<Endpoint>& endpoints, int rank) {
   return Topology::Of(hosts, rank);
 }
 
+Result<DType> WireDType(const std::string& name) {
+  if (name.empty()) return DType::kFloat32;
+  if (name == "bf16") return DType::kBFloat16;
+  if (name == "fp16") return DType::kFloat16;
+  return Status(Code::kInvalid, "wire_dtype '" + name + "' is none of '', 'bf16' and 'fp16'");
+}
+
 // Every rank sends its control segment to the others of its host and waits for theirs.
 Status ShareControlSegments(const Topology& topology, Exchange& exchange, Arena& arena,
                             const BootstrapOptions& options) {
@@ -78,6 +85,8 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
   auto topology = TopologyOf(endpoints.value(), me.rank);
   if (!topology.ok()) return topology.status();
   const Topology& t = topology.value();
+  const auto wire_dtype = WireDType(options.wire_dtype);
+  if (!wire_dtype.ok()) return wire_dtype.status();
   auto exchange = std::make_unique<Exchange>(t, Seconds(options.peer_timeout_s));
   HVD_RETURN_IF_ERROR(exchange->status());
   DataLinks data;
@@ -93,7 +102,8 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
                                     options.fusion_nbytes,
                                     Seconds(options.stall_warn_s),
                                     Seconds(options.stall_shutdown_s),
-                                    Seconds(options.peer_timeout_s)};
+                                    Seconds(options.peer_timeout_s),
+                                    {wire_dtype.value()}};
   return std::unique_ptr<Engine>(std::make_unique<Scheduler>(scheduling, t, std::move(exchange),
                                                              std::move(arena).value(), std::move(data)));
 }

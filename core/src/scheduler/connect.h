@@ -18,6 +18,7 @@ struct GroupOptions {
   double stall_warn_s = 30;
   double stall_shutdown_s = 600;
   int ring_streams = 2;
+  std::string wire_dtype;             // between hosts: "", or "bf16" or "fp16" for float sums
   std::function<bool()> interrupted;  // if set, asked ten times a second whether to give up connecting
 };
 

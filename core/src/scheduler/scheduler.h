@@ -23,6 +23,7 @@ struct SchedulerOptions {
   Clock::duration stall_warn{};
   Clock::duration stall_shutdown{};  // zero: never
   Clock::duration peer_timeout = Seconds(30);
+  CollectivesOptions collectives{};
 };
 
 // The background thread of a Group of two or more ranks. It announces what was submitted, lets the negotiator

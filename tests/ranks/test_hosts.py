@@ -1,0 +1,110 @@
+"""Ranks that are forced onto several hosts (HVD_HOST_ID): the same bits as on one, over TCP on loopback."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvd_core
+from hvd_core import Average, Config, Max, Min, Product, Sum
+from hvd_core.errors import RankFailed
+from hvd_core.world import current
+
+pytestmark = pytest.mark.timeout(120)
+
+LAYOUTS = [(2, 2), (3, 1), (1, 3), (1, 1, 2), (1, 1, 1, 1)]
+# One, a small message, several chunks with a tail, several staging windows of 64 KiB.
+COUNTS = [1, 1_001, 50_003, 300_007]
+
+
+def _run(layout: tuple[int, ...], fn: Any, *args: Any, **settings: str) -> list[Any]:
+    hosts = [f"host{h}" for h, ranks in enumerate(layout) for _ in range(ranks)]
+
+    def env(rank: int) -> dict[str, str]:
+        return {"HVD_HOST_ID": hosts[rank], **settings}
+
+    return hvd_core.run(fn, args, num_proc=len(hosts), env=env, timeout_s=90)
+
+
+def _values(dtype: Any, count: int, rank: int) -> np.ndarray:
+    """Of many magnitudes, so that another order of additions gives other bits."""
+    rng = np.random.default_rng([rank, count])
+    if np.issubdtype(dtype, np.integer):
+        return rng.integers(-100, 100, count).astype(dtype)
+    return (rng.standard_normal(count) * 2.0 ** rng.integers(-4, 5, count)).astype(dtype)
+
+
+def _everything() -> tuple[tuple[int, ...], str]:
+    """Where this rank is, and a hash of the results of all collectives."""
+    world = current()
+    seen = hashlib.sha256()
+    with world.connect(Config.from_env()) as group:
+        for dtype in (np.float32, np.float16, np.float64, np.int32):
+            for op in (Sum, Average, Min, Max, Product):
+                for count in COUNTS:
+                    values = _values(dtype, count, world.rank)
+                    with np.errstate(all="ignore"):
+                        ordinary = values.copy()
+                        group.allreduce(ordinary, name=f"ordinary.{dtype.__name__}.{op}.{count}", op=op)
+                        arena = group.empty(values.nbytes).view(dtype)
+                        arena[:] = values
+                        group.allreduce(arena, name=f"arena.{dtype.__name__}.{op}.{count}", op=op)
+                    assert ordinary.tobytes() == arena.tobytes()
+                    seen.update(ordinary.tobytes())
+        for count in COUNTS:
+            for root in range(world.size):
+                values = _values(np.float32, count, world.rank)
+                group.broadcast(values, root=root, name=f"broadcast.{count}.{root}")
+                assert values.tobytes() == _values(np.float32, count, root).tobytes()
+            rows = [_values(np.float32, count * r, r) for r in range(world.size)]
+            gathered = group.allgather(rows[world.rank], name=f"allgather.{count}")
+            assert np.asarray(gathered).tobytes() == np.concatenate(rows).tobytes()
+        group.barrier()
+        native = group._native
+        where = (native.cross_rank, native.cross_size, native.local_rank, native.local_size)
+    return where, seen.hexdigest()
+
+
+@functools.cache
+def _on_one_host() -> str:
+    (digest,) = {digest for _, digest in _run((4,), _everything, HVD_CHUNK_BYTES="65536")}
+    return str(digest)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_bits_of_one_host(layout: tuple[int, ...]) -> None:
+    results = _run(layout, _everything, HVD_CHUNK_BYTES="65536")
+    expected = [(h, len(layout), r, ranks) for h, ranks in enumerate(layout) for r in range(ranks)]
+    assert [where for where, _ in results] == expected
+    assert {digest for _, digest in results} == {_on_one_host()}
+
+
+def _sum_of_ones(count: int) -> bytes:
+    world = current()
+    with world.connect(Config.from_env()) as group:
+        values = _values(np.float32, count, world.rank)
+        group.allreduce(values, name="x", op=Sum)
+        return values.tobytes()
+
+
+def test_a_narrow_wire_rounds_alike_on_all_ranks() -> None:
+    results = _run((1, 1), _sum_of_ones, 100_000, HVD_WIRE_DTYPE="bf16")
+    assert results[0] == results[1]
+    exact = sum(_values(np.float32, 100_000, rank) for rank in range(2))
+    got = np.frombuffer(results[0], np.float32)
+    assert (got.view(np.uint32) & 0xFFFF == 0).all()  # what bfloat16 has no room for
+    # The first host's part is rounded, then the sum: each by half of the last of eight bits.
+    scale = np.abs(_values(np.float32, 100_000, 0)) + np.abs(exact)
+    assert (np.abs(got - exact) <= scale * 2.0**-8).all()
+
+
+def test_ranks_that_disagree_about_the_wire_are_told() -> None:
+    def env(rank: int) -> dict[str, str]:
+        return {"HVD_HOST_ID": f"host{rank}", "HVD_WIRE_DTYPE": ["", "fp16"][rank]}
+
+    with pytest.raises(RankFailed, match="HVD_WIRE_DTYPE must be the same on all ranks"):
+        hvd_core.run(_sum_of_ones, (100_000,), num_proc=2, env=env, timeout_s=60)
