@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,14 @@ def run(
     timeout_s: float = 600.0,
     mpi: bool = True,
     dies: int | None = None,
+    within: Sequence[Sequence[str]] = (),
     **arguments: Any,
 ) -> Outcome:
     """See the module. `function` is found again by its name in its script; `arguments` are what JSON holds.
 
-    mpi: start by `mpirun`, if it is there. dies: this rank will be killed, and may fail. Raises RuntimeError
-    when another fails.
+    mpi: start by `mpirun`, if it is there. dies: this rank will be killed, and may fail. within: the command
+    that runs rank r, such as `ip netns exec NAME`; then without mpirun. Raises RuntimeError when another rank
+    fails.
     """
     cpus = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +85,10 @@ def run(
         Path(folder, "job.json").write_text(json.dumps(job))
         Path(folder, "shared").write_bytes(bytes(_LINE * (size + 2)))
         load = Load()
-        _start_and_wait(_commands(folder, size, mpi), timeout_s, dies)
+        commands = _commands(folder, size, mpi and not within)
+        if within:
+            commands = [[*outer, *command] for outer, command in zip(within, commands, strict=True)]
+        _start_and_wait(commands, timeout_s, dies)
         foreign, stolen = load.taken_by_others()
         result = Path(folder, "result.pickle")
         if not result.exists():

@@ -1,0 +1,194 @@
+"""Two hosts: an allreduce against what TCP itself moves over as many streams in the same run.
+
+python benchmarks/tcp.py [--quick]
+
+The hosts are two network namespaces of this machine with a veth pair between them, one rank in each. "raw"
+sends as many bytes each way as the tensor has, in both directions at once, and adds nothing. Needs root and
+iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import report
+import side_by_side
+import tensors
+import torch
+from race import Contender, median_us, race, ratio
+from side_by_side import Ranks
+
+from hvd_core.config import Config
+
+NBYTES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+TARGET_FROM = 1 << 20
+TARGET = 0.85
+_ADDRESSES = ("10.214.0.1", "10.214.0.2")  # exist inside the two namespaces only
+
+
+def why_not() -> str | None:
+    """Why this cannot run here."""
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    if shutil.which("ip") is None:
+        return "there is no ip (iproute2)"
+    probe = f"hvd-{secrets.token_hex(3)}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"ip netns add: {made.stderr.strip()}"
+    _ip("netns", "delete", probe)
+    return None
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@contextlib.contextmanager
+def two_namespaces() -> Iterator[list[str]]:
+    """Their names. They and what runs over their link end with the context."""
+    names = [f"hvd-{secrets.token_hex(4)}" for _ in _ADDRESSES]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            _ip("netns", "add", name)
+            stack.callback(_ip, "netns", "delete", name)
+        _ip(
+            "link",
+            "add",
+            "veth0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "veth0",
+            "netns",
+            names[1],
+        )
+        for name, address in zip(names, _ADDRESSES, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "veth0")
+            for device in ("lo", "veth0"):
+                _ip("-n", name, "link", "set", device, "up")
+        yield names
+
+
+class Raw:
+    """`streams` TCP connections between the two ranks, and a full-duplex exchange over them."""
+
+    def __init__(self, ranks: Ranks, streams: int):
+        self.sockets: list[socket.socket] = []
+        if ranks.rank == 0:
+            with socket.create_server((_ADDRESSES[0], 0)) as server:
+                ranks.gather(server.getsockname())
+                self.sockets = [server.accept()[0] for _ in range(streams)]
+        else:
+            address = ranks.gather(None)[0]
+            self.sockets = [socket.create_connection(address) for _ in range(streams)]
+        for connection in self.sockets:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def exchange(self, out: memoryview, into: memoryview) -> None:
+        """Sends all of `out` and receives all of `into`, an equal part over each stream."""
+        part = -(-len(out) // len(self.sockets))
+        with selectors.DefaultSelector() as selector:
+            for i, connection in enumerate(self.sockets):
+                span = slice(i * part, (i + 1) * part)
+                both = [out[span], into[span]]
+                selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, both)
+            while selector.get_map():
+                for key, events in selector.select():
+                    self._move(selector, key, events)
+
+    @staticmethod
+    def _move(selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
+        connection, both = key.fileobj, key.data
+        assert isinstance(connection, socket.socket)
+        if events & selectors.EVENT_WRITE:
+            both[0] = both[0][connection.send(both[0]) :]
+        if events & selectors.EVENT_READ:
+            both[1] = both[1][connection.recv_into(both[1]) :]
+        wanted = (selectors.EVENT_WRITE if both[0] else 0) | (selectors.EVENT_READ if both[1] else 0)
+        if not wanted:
+            selector.unregister(connection)
+        elif wanted != key.events:
+            selector.modify(connection, wanted, both)
+
+
+def measure(ranks: Ranks, budget_s: float, most: int, streams: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    ranks.connect_hvd().barrier()
+    ranks.pin()
+    raw = Raw(ranks, streams)
+    rows = []
+    for size in NBYTES:
+        tensor, received = torch.empty(size // 4), torch.empty(size // 4)
+        out, into = (memoryview(t.numpy()).cast("B") for t in (tensor, received))
+
+        def check(turn: int, received: torch.Tensor = received) -> None:
+            assert received[0] == received[-1] == turn + 2 - ranks.rank
+
+        contenders = [
+            tensors.hvd_allreduce(ranks, tensor),
+            Contender(
+                "raw",
+                lambda out=out, into=into: raw.exchange(out, into),
+                lambda turn, tensor=tensor: tensor.fill_(turn + 1 + ranks.rank),
+                check,
+            ),
+        ]
+        times = race(ranks, contenders, budget_s=budget_s, most=most)
+        achieved, low, high = ratio(times["raw"], times["hvd"])
+        rows.append(
+            {
+                "bytes": size,
+                "streams": streams,
+                "turns": len(times["hvd"]),
+                "hvd_us": median_us(times["hvd"]),
+                "raw_us": median_us(times["raw"]),
+                "raw_GB_s": size / median_us(times["raw"]) / 1e3,
+                "achieved": achieved,
+                "95%": f"{low:.2f}-{high:.2f}",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    quick = report.arguments(__doc__).parse_args().quick
+    if reason := why_not():
+        print(f"tcp: skipped: {reason}")
+        print(json.dumps({"skipped": reason}))
+        return
+    figure = report.Figure("tcp", "two namespaces, fp32: an allreduce against raw TCP", quick)
+    with two_namespaces() as names:
+        outcome = side_by_side.run(
+            measure,
+            size=2,
+            within=[["ip", "netns", "exec", name] for name in names],
+            budget_s=0.1 if quick else 6.0,
+            most=15 if quick else 200,
+            streams=Config.from_env().ring_streams,
+        )
+    figure.saw(outcome)
+    figure.rows = outcome.value
+    figure.targets = [
+        report.Target(f"{row['bytes'] >> 20} MiB: achieved / raw", row["achieved"], TARGET)
+        for row in figure.rows
+        if row["bytes"] >= TARGET_FROM
+    ]
+    figure.publish()
+
+
+if __name__ == "__main__":
+    main()
