@@ -154,8 +154,8 @@ class Group:
         that answers. Ctrl-C gets through.
 
         Raises `CollectiveTimeout` naming the ranks that did not come within `config.connect_timeout_s`,
-        `InvalidArgument` for a wrong token or ranks that are not numbered host by host, `PeerLost` if one dies
-        meanwhile.
+        `InvalidArgument` for a wrong token or ranks that are not numbered host by host, `PeerLost` if one
+        dies meanwhile.
         """
         config = config or Config.from_env()
         if config.kernels:
