@@ -168,6 +168,7 @@ class Group:
             epoch,
             config.fusion_bytes,
             config.chunk_bytes,
+            config.peer_reads != 0,
             config.connect_timeout_s,
             config.peer_timeout_s,
             config.stall_warn_s,

@@ -224,9 +224,9 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> Empty(Group& group, size_t nbytes) 
 
 std::unique_ptr<Group> Connect(Listener* listener, const std::vector<std::string>& endpoints, int rank,
                                const nb::bytes& token, uint64_t epoch, size_t fusion_bytes,
-                               size_t chunk_bytes, double connect_timeout_s, double peer_timeout_s,
-                               double stall_warn_s, double stall_shutdown_s, int ring_streams,
-                               const std::string& wire_dtype) {
+                               size_t chunk_bytes, bool peer_reads, double connect_timeout_s,
+                               double peer_timeout_s, double stall_warn_s, double stall_shutdown_s,
+                               int ring_streams, const std::string& wire_dtype) {
   const Credentials me{rank, static_cast<int>(endpoints.size()), std::string(token.c_str(), token.size()),
                        epoch};
   std::optional<Unlocked> unlocked(std::in_place);
@@ -237,9 +237,11 @@ std::unique_ptr<Group> Connect(Listener* listener, const std::vector<std::string
     unlocked.emplace();
     return interrupted;
   };
-  const GroupOptions options{fusion_bytes,   chunk_bytes,  connect_timeout_s,
-                             peer_timeout_s, stall_warn_s, stall_shutdown_s,
-                             ring_streams,   wire_dtype,   IsMainThread() ? ask : std::function<bool()>()};
+  const GroupOptions options{fusion_bytes,     chunk_bytes,
+                             peer_reads,       connect_timeout_s,
+                             peer_timeout_s,   stall_warn_s,
+                             stall_shutdown_s, ring_streams,
+                             wire_dtype,       IsMainThread() ? ask : std::function<bool()>()};
   Result<std::unique_ptr<Group>> group = Group::Connect(listener, endpoints, me, options);
   unlocked.reset();
   if (interrupted || PyErr_CheckSignals() != 0) throw nb::python_error();  // Ctrl-C came meanwhile
@@ -280,8 +282,9 @@ NB_MODULE(_native, m) {
 
   nb::class_<Group>(m, "Group")
       .def_static("connect", &Connect, "listener"_a.none(), "endpoints"_a, "rank"_a, "token"_a, "epoch"_a,
-                  "fusion_bytes"_a, "chunk_bytes"_a, "connect_timeout_s"_a, "peer_timeout_s"_a,
-                  "stall_warn_s"_a, "stall_shutdown_s"_a, "ring_streams"_a, "wire_dtype"_a)
+                  "fusion_bytes"_a, "chunk_bytes"_a, "peer_reads"_a, "connect_timeout_s"_a,
+                  "peer_timeout_s"_a, "stall_warn_s"_a, "stall_shutdown_s"_a, "ring_streams"_a,
+                  "wire_dtype"_a)
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
       .def_prop_ro("local_rank", [](const Group& group) { return group.topology().local_rank; })

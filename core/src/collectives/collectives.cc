@@ -22,12 +22,6 @@ constexpr int kYields = 10;
 // Waiting for a link while ranks of this host are awaited as well: those do not end a poll.
 constexpr auto kLocalWait = std::chrono::milliseconds(1);
 
-size_t CountOf(const auto& pieces) {
-  size_t count = 0;
-  for (const auto& piece : pieces) count += piece.count;
-  return count;
-}
-
 // What neighbours must agree on to understand each other's bytes.
 struct Greeting {
   uint32_t magic = 0x31647668;
@@ -48,7 +42,7 @@ Collectives::Collectives(const Topology& topology, Arena& arena, RingLinks links
       chain_(MakeChain(topology_, links_, options.wire_dtype)) {}
 
 Status Collectives::Allreduce(std::span<const Piece> pieces, DType dtype, ReduceOp op, const Scale& scale) {
-  if (!several_hosts()) return AllreduceStaged(arena_, local_tick_, pieces, dtype, op, scale);
+  if (!several_hosts()) return hvd::Allreduce(arena_, local_tick_, pieces, dtype, op, scale);
   const Job job{dtype, op, scale};
   const size_t count = CountOf(pieces);
   if (IsSmall(count * ItemSize(dtype))) return AllreduceSmall(pieces, count, job);

@@ -4,23 +4,12 @@
 #include <vector>
 
 #include "base/types.h"
+#include "collectives/batch.h"
 
 namespace hvd {
 
 // What travels between hosts, as data: which elements, over which stream, in which order. No I/O and no
 // clock; every rank computes the same plan from the same numbers. Chain and Relay perform it.
-//
-// The tensors of a fused batch count as one, element after element.
-
-struct Range {
-  size_t begin = 0, end = 0;
-  size_t size() const { return end - begin; }
-  bool operator==(const Range&) const = default;
-};
-
-// Slice number `slice` of `range`: the part that local rank `slice` of every host sends and receives. In
-// whole cache lines.
-Range SliceOf(Range range, size_t item_nbytes, int slice, int slices);
 
 // Tensors that pass through staging buffers of `window` elements do so window by window, and each is sliced
 // by itself. 0: no staging, so one window.

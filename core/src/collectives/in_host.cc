@@ -1,121 +1,78 @@
 #include "collectives/in_host.h"
 
-#include <algorithm>
 #include <cstring>
+
+#include "collectives/direct.h"
 
 namespace hvd {
 namespace {
 
-constexpr size_t kLine = 64;
+// Addresses of one rank in its table: those of `in` in the first half, those of `out` in the second.
+constexpr size_t kMostPieces = Arena::kTableEntries / 2;
 
-struct Range {
-  size_t begin, end;
-  size_t size() const { return end - begin; }
-};
-
-// The elements of `count` that rank owns, in whole cache lines so that no two ranks write the same one.
-Range Slice(size_t count, size_t item, int rank, int size) {
-  const size_t per_line = kLine / item;
-  const size_t lines = (count + per_line - 1) / per_line;
-  const size_t each = (lines + static_cast<size_t>(size) - 1) / static_cast<size_t>(size) * per_line;
-  const size_t begin = std::min(count, each * static_cast<size_t>(rank));
-  return {begin, std::min(count, begin + each)};
-}
-
-// Reduces this rank's slice of `count` elements that every rank has at bases[r].
-void ReduceSlice(std::span<std::byte* const> bases, size_t count, int rank, DType dtype, ReduceOp op,
-                 const Scale& scale) {
-  const size_t item = ItemSize(dtype);
-  const int size = static_cast<int>(bases.size());
-  const Range slice = Slice(count, item, rank, size);
-  if (slice.size() == 0) return;
-  std::vector<void*> at(bases.size());
-  for (size_t r = 0; r < bases.size(); ++r) at[r] = bases[r] + slice.begin * item;
-  Reduce(dtype, op, scale, at.data(), size, at.data(), size, slice.size());
-}
-
-// Walks over the bytes of a fused batch as if its tensors were one.
-class Cursor {
- public:
-  Cursor(std::span<const Piece> pieces, size_t item) : pieces_(pieces), item_(item) {}
-
-  void CopyIn(std::byte* to, size_t nbytes) {
-    Walk(nbytes, [&](const Piece& piece, size_t offset, size_t n) {
-      std::memcpy(to, piece.in + offset, n);
-      to += n;
-    });
+// Says where this rank has its tensors, and waits for the others to say it. *readable: they can be read on
+// every rank.
+Status ShareAddresses(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, bool* readable) {
+  uint64_t* table = arena.table(arena.rank());
+  bool mine = true;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    table[i] = reinterpret_cast<uintptr_t>(pieces[i].in);
+    table[kMostPieces + i] = reinterpret_cast<uintptr_t>(pieces[i].out);
+    if (pieces[i].count == 0) continue;
+    mine = mine && PeerMemory::IsReadable(pieces[i].in) &&
+           (pieces[i].in == pieces[i].out || PeerMemory::IsReadable(pieces[i].out));
   }
-  void CopyOut(const std::byte* from, size_t nbytes) {
-    Walk(nbytes, [&](const Piece& piece, size_t offset, size_t n) {
-      std::memcpy(piece.out + offset, from, n);
-      from += n;
-    });
-  }
-
- private:
-  template <class Copy>
-  void Walk(size_t nbytes, Copy copy) {
-    while (nbytes > 0) {
-      const Piece& piece = pieces_[piece_];
-      const size_t n = std::min(nbytes, piece.count * item_ - offset_);
-      if (n > 0) copy(piece, offset_, n);
-      nbytes -= n;
-      offset_ += n;
-      if (offset_ == piece.count * item_) {
-        ++piece_;
-        offset_ = 0;
-      }
-    }
-  }
-
-  std::span<const Piece> pieces_;
-  const size_t item_;
-  size_t piece_ = 0;
-  size_t offset_ = 0;
-};
-
-std::vector<std::byte*> StagingOfAll(const Arena& arena, int buffer) {
-  std::vector<std::byte*> bases(static_cast<size_t>(arena.size()));
+  *arena.inlined(arena.rank(), arena.next_step()) = std::byte{mine};
+  const uint32_t step = arena.Arrive();
+  HVD_RETURN_IF_ERROR(arena.Await(step, tick));
+  *readable = true;
   for (int rank = 0; rank < arena.size(); ++rank)
-    bases[static_cast<size_t>(rank)] = arena.staging(rank, buffer);
-  return bases;
+    *readable = *readable && *arena.inlined(rank, step) != std::byte{0};
+  return Status::Ok();
 }
 
 }  // namespace
 
-Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const ArenaPiece> pieces,
-                        DType dtype, ReduceOp op, const Scale& scale) {
-  HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
-  for (const ArenaPiece& piece : pieces) ReduceSlice(piece.at, piece.count, arena.rank(), dtype, op, scale);
+Status AllreduceByReads(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
+                        ReduceOp op, const Scale& scale) {
+  while (pieces.size() > kMostPieces) {
+    HVD_RETURN_IF_ERROR(AllreduceByReads(arena, tick, pieces.first(kMostPieces), dtype, op, scale));
+    pieces = pieces.subspan(kMostPieces);
+  }
+  bool readable = false;
+  HVD_RETURN_IF_ERROR(ShareAddresses(arena, tick, pieces, &readable));
+  if (!readable) return AllreduceStaged(arena, tick, pieces, dtype, op, scale);
+  const int size = arena.size();
+  std::vector<size_t> counts;
+  for (const Piece& piece : pieces) counts.push_back(piece.count);
+  std::vector<const uint64_t*> in, out;
+  for (int rank = 0; rank < size; ++rank) {
+    in.push_back(arena.table(rank));
+    out.push_back(arena.table(rank) + kMostPieces);
+  }
+  const PeerBatch batch{*arena.peers(), arena.rank(), dtype, counts, in, out};
+  const auto slice = [&](int rank) { return SliceOf({0, CountOf(pieces)}, ItemSize(dtype), rank, size); };
+  // Not used otherwise while no chunk is staged.
+  const std::span<std::byte> scratch(arena.staging(arena.rank(), 0), 2 * arena.chunk_nbytes());
+  HVD_RETURN_IF_ERROR(ReduceRange(batch, slice(arena.rank()), op, scale, scratch));
+  const uint32_t reduced = arena.Arrive();
+  for (int i = 1; i < size; ++i) {
+    const int owner = (arena.rank() + i) % size;
+    HVD_RETURN_IF_ERROR(arena.AwaitRank(owner, reduced, tick));
+    HVD_RETURN_IF_ERROR(FetchRange(batch, owner, slice(owner)));
+  }
+  HVD_RETURN_IF_ERROR(arena.CheckNobodyDied(tick));
   return arena.ArriveAndAwait(tick);
 }
 
-Status AllreduceStaged(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
-                       ReduceOp op, const Scale& scale) {
-  const size_t item = ItemSize(dtype);
-  size_t total = 0;
-  for (const Piece& piece : pieces) total += piece.count * item;
-  const size_t chunk = arena.chunk_nbytes();
-  const size_t chunks = (total + chunk - 1) / chunk;
-  const std::vector<std::byte*> buffers[2] = {StagingOfAll(arena, 0), StagingOfAll(arena, 1)};
-  Cursor in(pieces, item), out(pieces, item);
-  const auto nbytes = [&](size_t c) { return std::min(chunk, total - c * chunk); };
-  const auto copy_in = [&](size_t c) {
-    in.CopyIn(arena.staging(arena.rank(), static_cast<int>(c % 2)), nbytes(c));
-    return arena.Arrive();
-  };
-
-  uint32_t filled = chunks > 0 ? copy_in(0) : 0;
-  for (size_t c = 0; c < chunks; ++c) {
-    // Buffer (c + 1) % 2 is free: every rank was done with chunk c - 1 before we copied it out.
-    const uint32_t next_filled = c + 1 < chunks ? copy_in(c + 1) : 0;
-    HVD_RETURN_IF_ERROR(arena.Await(filled, tick));
-    ReduceSlice(buffers[c % 2], nbytes(c) / item, arena.rank(), dtype, op, scale);
-    HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
-    out.CopyOut(arena.staging(arena.rank(), static_cast<int>(c % 2)), nbytes(c));
-    filled = next_filled;
-  }
-  return Status::Ok();
+Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
+                 ReduceOp op, const Scale& scale) {
+  const size_t nbytes = CountOf(pieces) * ItemSize(dtype);
+  if (nbytes == 0) return Status::Ok();
+  if (nbytes <= Arena::kInlineNbytes) return AllreduceInline(arena, tick, pieces, dtype, op, scale);
+  if (nbytes <= Arena::kSlotNbytes) return AllreduceOneShot(arena, tick, pieces, dtype, op, scale);
+  if (arena.peers() != nullptr) return AllreduceByReads(arena, tick, pieces, dtype, op, scale);
+  return AllreduceStaged(arena, tick, pieces, dtype, op, scale);
 }
 
 Status Allgather(Arena& arena, const Arena::Tick& tick, const std::byte* in, std::byte* out,

@@ -3,6 +3,7 @@
 #include <span>
 #include <vector>
 
+#include "collectives/batch.h"
 #include "collectives/reduce.h"
 #include "transport/arena.h"
 
@@ -12,27 +13,29 @@ namespace hvd {
 // call the same function with the same sizes at the same time. Not ok means that the ranks no longer agree on
 // the step, so the Group is dead; outputs are then undefined.
 
-// One tensor of a fused batch; in == out is in place.
-struct Piece {
-  const std::byte* in;
-  std::byte* out;
-  size_t count;
-};
+// Every way below gives the bits of Reduce. Chooses one by size, and by what is permitted here.
+Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
+                 ReduceOp op, const Scale& scale);
 
-// One tensor that lies in the arena on every rank: at[r] is where rank r has it.
-struct ArenaPiece {
-  std::vector<std::byte*> at;
-  size_t count;
-};
-
-// Push in place: rank r reduces slice r of every tensor in rank order and writes the result to all ranks.
-// Memory traffic per rank: 2 x the bytes of a tensor, the lower bound when every rank owns a result.
+// For tensors that lie in the arena. Push in place: rank r reduces slice r of the batch in rank order and
+// writes the result to all ranks. Memory traffic per rank: 2 x the bytes of the batch, the lower bound when
+// every rank owns a result.
 Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const ArenaPiece> pieces,
                         DType dtype, ReduceOp op, const Scale& scale);
 
-// The same for tensors in ordinary memory, which pass through the staging buffers chunk by chunk; copying in
-// the next chunk overlaps with waiting for the others. Traffic at memory level: about 2 x, the rest stays in
-// L2.
+// What Allreduce chooses from.
+// At most Arena::kInlineNbytes, which travel with the arrival word; at most Arena::kSlotNbytes, beside it.
+// Everyone reduces all; one step.
+Status AllreduceInline(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
+                       ReduceOp op, const Scale& scale);
+Status AllreduceOneShot(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
+                        ReduceOp op, const Scale& scale);
+// Rank r reads slice r of the batch from the memory of the others, and then their finished slices. Needs
+// arena.peers(). Falls back to staging if a tensor is of memory that cannot be read, such as a driver's.
+Status AllreduceByReads(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
+                        ReduceOp op, const Scale& scale);
+// Always works: the batch passes through the staging buffers chunk by chunk; copying in the next chunk
+// overlaps with waiting for the others. Traffic at memory level: about 2 x, the rest stays in L2.
 Status AllreduceStaged(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
                        ReduceOp op, const Scale& scale);
 

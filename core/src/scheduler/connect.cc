@@ -68,6 +68,24 @@ Status ShareControlSegments(const Topology& topology, Exchange& exchange, Arena&
   return Status::Ok();
 }
 
+// Whether the ranks of this host can read each other's memory.
+Status OpenPeers(Exchange& exchange, Arena& arena, int first_rank, bool allowed,
+                 const BootstrapOptions& options) {
+  const auto reads = allowed ? Arena::Reads::kOtherProcesses : Arena::Reads::kOff;
+  return arena.OpenPeers(reads, first_rank, [&](int local_rank) {
+    const int peer = first_rank + local_rank;
+    exchange.Poll(Clock::now());
+    HVD_RETURN_IF_ERROR(exchange.lost());
+    const std::string who = "rank " + std::to_string(peer);
+    if (exchange.HasLeft(peer)) return Status(Code::kShutdown, who + " left while connecting");
+    if (Clock::now() >= options.deadline)
+      return Status(Code::kTimeout, who + " did not take part within connect_timeout_s");
+    if (options.interrupted && options.interrupted())
+      return Status(Code::kAborted, "interrupted while connecting");
+    return Status::Ok();
+  });
+}
+
 }  // namespace
 
 Result<Topology> TopologyOf(const std::vector<std::string>& texts, int rank) {
@@ -97,6 +115,7 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
   auto arena = Arena::Create(t.local_rank, t.local_size(), options.chunk_nbytes, HasCpusFor(t.local_size()));
   if (!arena.ok()) return arena.status();
   HVD_RETURN_IF_ERROR(ShareControlSegments(t, *exchange, *arena.value(), connecting));
+  HVD_RETURN_IF_ERROR(OpenPeers(*exchange, *arena.value(), t.leader(t.host), options.peer_reads, connecting));
   const SchedulerOptions scheduling{me.rank,
                                     me.size,
                                     options.fusion_nbytes,

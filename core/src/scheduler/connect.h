@@ -13,6 +13,7 @@ namespace hvd {
 struct GroupOptions {
   size_t fusion_nbytes = 8 << 20;
   size_t chunk_nbytes = 256 << 10;
+  bool peer_reads = true;  // false: tensors are staged where ranks could read each other's memory
   double connect_timeout_s = 60;
   double peer_timeout_s = 30;
   double stall_warn_s = 30;

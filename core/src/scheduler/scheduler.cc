@@ -473,6 +473,7 @@ Status Scheduler::RunAllgather(Submission& submission, uint32_t index, const std
 }
 
 void Scheduler::Die(Status status, bool tell_peers) {
+  arena_->SetDead();  // before anything pending is given back
   if (tell_peers) {
     Writer payload;
     payload.Put(static_cast<uint8_t>(status.code()));

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <new>
 
+#include "base/sha256.h"
+
 namespace hvd {
 namespace {
 
@@ -22,6 +24,8 @@ constexpr auto kTick = std::chrono::milliseconds(20);
 // Measured with 4 ranks on 2 cores: pure spinning costs 24-32 ms a step, this 4-7 us (core.md §4).
 constexpr int kSpins = 50;
 constexpr int kYields = 10;
+// How long to listen for the reason why a rank has left.
+constexpr auto kLastWords = std::chrono::seconds(1);
 
 size_t RoundUp(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
@@ -55,6 +59,13 @@ double CgroupCpus() {
   std::fclose(file);
   return fields == 2 && period > 0 ? quota / period : 0;
 }
+
+// A control segment: Control, mailbox, two slots, table, two staging buffers.
+constexpr size_t kMailboxAt = kPage;
+constexpr size_t kSlotsAt = kMailboxAt + Arena::kMailboxNbytes;
+constexpr size_t kTableAt = kSlotsAt + 2 * Arena::kSlotNbytes;
+constexpr size_t kBeforeStaging = kTableAt + Arena::kTableEntries * sizeof(uint64_t);
+static_assert(kBeforeStaging % kPage == 0);
 
 }  // namespace
 
@@ -102,9 +113,10 @@ Segment::~Segment() { ::munmap(data_, nbytes_); }
 
 Result<std::unique_ptr<Arena>> Arena::Create(int rank, int size, size_t chunk_nbytes, bool eager_cpus) {
   std::unique_ptr<Arena> arena(new Arena(rank, size, RoundUp(chunk_nbytes, kPage), eager_cpus));
-  auto control = Segment::Create(kPage + kMailboxNbytes + 2 * arena->chunk_nbytes_);
+  auto control = Segment::Create(kBeforeStaging + 2 * arena->chunk_nbytes_);
   if (!control.ok()) return control.status();
   arena->control_ = control.value();
+  static_assert(sizeof(Control) <= kPage);
   new (arena->control_->data()) Control{};
   arena->controls_[static_cast<size_t>(rank)] = arena->control_;
   return arena;
@@ -113,7 +125,7 @@ Result<std::unique_ptr<Arena>> Arena::Create(int rank, int size, size_t chunk_nb
 Arena::Arena(int rank, int size, size_t chunk_nbytes, bool eager_cpus)
     : rank_(rank),
       chunk_nbytes_(chunk_nbytes),
-      spins_(eager_cpus ? kSpins : 1),
+      eager_cpus_(eager_cpus),
       controls_(static_cast<size_t>(size)),
       segments_(static_cast<size_t>(size)) {}
 
@@ -160,17 +172,83 @@ bool Arena::complete() const {
   return true;
 }
 
-std::byte* Arena::mailbox(int rank) const { return controls_[static_cast<size_t>(rank)]->data() + kPage; }
+std::byte* Arena::mailbox(int rank) const {
+  return controls_[static_cast<size_t>(rank)]->data() + kMailboxAt;
+}
+
+std::byte* Arena::slot(int rank, uint32_t step) const {
+  return controls_[static_cast<size_t>(rank)]->data() + kSlotsAt + step % 2 * kSlotNbytes;
+}
+
+uint64_t* Arena::table(int rank) const {
+  return reinterpret_cast<uint64_t*>(controls_[static_cast<size_t>(rank)]->data() + kTableAt);
+}
 
 std::byte* Arena::staging(int rank, int buffer) const {
-  return mailbox(rank) + kMailboxNbytes + static_cast<size_t>(buffer) * chunk_nbytes_;
+  return controls_[static_cast<size_t>(rank)]->data() + kBeforeStaging +
+         static_cast<size_t>(buffer) * chunk_nbytes_;
+}
+
+Status Arena::OpenPeers(Reads reads, int first_rank, const Tick& tick) {
+  Control& mine = *control(rank_);
+  // Private memory of this process, so that reading it proves something: a process number may mean another
+  // process elsewhere.
+  const auto nonce = std::make_unique<uint64_t>();
+  RandomBytes(std::as_writable_bytes(std::span(nonce.get(), 1)));
+  mine.process = ::getpid();
+  mine.nonce_address = reinterpret_cast<uintptr_t>(nonce.get());
+  mine.nonce = *nonce;
+  HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
+  std::vector<pid_t> processes;
+  for (int rank = 0; rank < size(); ++rank)
+    processes.push_back(reads == Reads::kThisProcess ? PeerMemory::kHere : control(rank)->process);
+  if (reads == Reads::kOtherProcesses) PeerMemory::AskYama(processes);
+  HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
+  auto peers = std::make_unique<PeerMemory>(std::move(processes), first_rank);
+  mine.can_read_all.store(reads != Reads::kOff && ReadsEveryNonce(*peers), std::memory_order_relaxed);
+  HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
+  for (int rank = 0; rank < size(); ++rank) {
+    if (control(rank)->can_read_all.load(std::memory_order_relaxed) == 0) return Status::Ok();
+  }
+  peers_ = std::move(peers);
+  return Status::Ok();
+}
+
+bool Arena::ReadsEveryNonce(const PeerMemory& peers) const {
+  for (int rank = 0; rank < size(); ++rank) {
+    const Control& peer = *control(rank);
+    uint64_t seen = 0;
+    const PeerMemory::Copy copy{peer.nonce_address, reinterpret_cast<std::byte*>(&seen), sizeof seen};
+    if (!peers.Read(rank, {&copy, 1}).ok() || seen != peer.nonce) return false;
+  }
+  return true;
+}
+
+void Arena::SetDead() {
+  // An exchange and no store: what the owner does with its memory from now on comes after it, for everybody.
+  control(rank_)->dead.exchange(1, std::memory_order_seq_cst);
+}
+
+Status Arena::CheckNobodyDied(const Tick& tick) const {
+  for (int rank = 0; rank < size(); ++rank) {
+    // Written, not only loaded, so that no machine moves the reads before it to after it.
+    if (rank == rank_ || control(rank)->dead.fetch_or(0, std::memory_order_seq_cst) == 0) continue;
+    const auto deadline = std::chrono::steady_clock::now() + kLastWords;
+    while (std::chrono::steady_clock::now() < deadline) {
+      HVD_RETURN_IF_ERROR(tick(rank));
+      ::sched_yield();
+    }
+    return Status(Code::kPeerLost, "a rank of this host left in the middle of a collective");
+  }
+  return Status::Ok();
 }
 
 uint32_t Arena::Arrive() {
   Control& mine = *control(rank_);
   // seq_cst pairs with AwaitRank: either the sleeper sees the new step or we see the sleeper.
-  mine.arrived.store(++step_, std::memory_order_seq_cst);
-  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) FutexWakeAll(mine.arrived);
+  std::atomic<uint32_t>& arrived = mine.line[++step_ % 2].arrived;
+  arrived.store(step_, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) FutexWakeAll(arrived);
   return step_;
 }
 
@@ -184,7 +262,8 @@ Status Arena::Await(uint32_t step, const Tick& tick) {
 
 bool Arena::Reached(uint32_t step) const {
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_ && !HasReached(control(rank)->arrived.load(std::memory_order_acquire), step))
+    if (rank != rank_ &&
+        !HasReached(control(rank)->line[step % 2].arrived.load(std::memory_order_acquire), step))
       return false;
   }
   return true;
@@ -192,8 +271,10 @@ bool Arena::Reached(uint32_t step) const {
 
 Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
   Control& peer = *control(rank);
-  const auto reached = [&] { return HasReached(peer.arrived.load(std::memory_order_acquire), step); };
-  for (int i = 0; i < spins_; ++i) {
+  std::atomic<uint32_t>& arrived = peer.line[step % 2].arrived;
+  const auto reached = [&] { return HasReached(arrived.load(std::memory_order_acquire), step); };
+  const int spins = eager_cpus_ ? kSpins : 1;
+  for (int i = 0; i < spins; ++i) {
     if (reached()) return Status::Ok();
     Pause();
   }
@@ -203,8 +284,8 @@ Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
   }
   for (;;) {
     peer.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = peer.arrived.load(std::memory_order_seq_cst);
-    if (!HasReached(seen, step)) FutexWait(peer.arrived, seen);
+    const uint32_t seen = arrived.load(std::memory_order_seq_cst);
+    if (!HasReached(seen, step)) FutexWait(arrived, seen);
     peer.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (reached()) return Status::Ok();
     Status status = tick(rank);

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "transport/exchange.h"
 #include "transport/fd.h"
+#include "transport/peer_memory.h"
 
 namespace hvd {
 
@@ -51,12 +52,13 @@ struct Location {
   bool valid() const { return segment != kNone; }
 };
 
-// The shared memory of the ranks of one host, seen by one of them: every rank's control segment (an arrival
-// counter and two staging buffers) and the segments its tensors live in.
+// The shared memory of the ranks of one host, seen by one of them: every rank's control segment and the
+// segments its tensors live in. Ranks are local ranks here, 0 .. size - 1.
 //
 // All ranks go through the same sequence of steps: Arrive() says that this rank has reached its next step,
 // Await(step) waits until every rank has reached it. What a rank wrote before Arrive() is seen by everyone
-// after Await(). Owned by one thread.
+// after Await(). A collective awaits the last step it arrives at, so what is double-buffered by the parity of
+// its step (inline payloads, slots) is free again two steps later. Owned by one thread at a time.
 class Arena {
  public:
   // Called every few milliseconds while waiting for a rank, to move frames and to say when to give up: not ok
@@ -78,28 +80,66 @@ class Arena {
   bool HasControl(int rank) const { return controls_[static_cast<size_t>(rank)] != nullptr; }
   bool complete() const;  // every rank's control segment is there
 
+  // Finds out together with the other ranks whether everybody can read everybody's memory; peers() is null if
+  // not. All ranks call it once, before any other step. first_rank is what rank 0 is called in texts. Not ok:
+  // tick gave up on a rank.
+  enum class Reads { kOff, kOtherProcesses, kThisProcess };  // kThisProcess: ranks are threads (tests)
+  Status OpenPeers(Reads reads, int first_rank, const Tick& tick);
+  const PeerMemory* peers() const { return peers_.get(); }
+
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(controls_.size()); }
+  bool has_cpu_for_each() const { return eager_cpus_; }
   size_t chunk_nbytes() const { return chunk_nbytes_; }
   std::byte* staging(int rank, int buffer) const;
   // kMailboxNbytes that `rank` writes and the others read, zero at first; what is in them is the scheduler's
   // business.
   static constexpr size_t kMailboxNbytes = 16 << 10;
   std::byte* mailbox(int rank) const;
+  // What `rank` has to say together with `step`: kInlineNbytes that arrive with the arrival word, in its
+  // cache line; kSlotNbytes beside it. Written by their owner between the last Await and Arrive.
+  static constexpr size_t kInlineNbytes = 48;
+  std::byte* inlined(int rank, uint32_t step) const { return control(rank)->line[step % 2].payload; }
+  static constexpr size_t kSlotNbytes = 16 << 10;
+  std::byte* slot(int rank, uint32_t step) const;
+  // kTableEntries that `rank` writes and the others read, such as the addresses of its tensors.
+  static constexpr size_t kTableEntries = 4096;
+  uint64_t* table(int rank) const;
 
+  // The step that Arrive() will reach.
+  uint32_t next_step() const { return step_ + 1; }
   // Returns the number of the step this rank has now reached.
   uint32_t Arrive();
-  // Waits until all ranks have reached `step`.
+  // Waits until all ranks, or one of them, have reached `step`.
   Status Await(uint32_t step, const Tick& tick);
+  Status AwaitRank(int rank, uint32_t step, const Tick& tick);
   // Whether they have; does not wait.
   bool Reached(uint32_t step) const;
   Status ArriveAndAwait(const Tick& tick) { return Await(Arrive(), tick); }
 
+  // Says that this rank's Group is dead or closed. To be called before its pending tensors are given back: a
+  // peer may be reading them.
+  void SetDead();
+  // Not ok if a rank has said so, with the reason that tick has, if it hears one soon. Whoever read memory of
+  // peers asks after its last read, before it arrives at the step that lets them go on: ok means that all it
+  // read was still theirs.
+  Status CheckNobodyDied(const Tick& tick) const;
+
  private:
-  // One cache line each, so that a rank that waits does not slow the one it waits for.
+  struct alignas(64) Line {
+    std::atomic<uint32_t> arrived;  // the last step of this line's parity
+    uint32_t unused;
+    std::byte payload[kInlineNbytes];
+  };
+  static_assert(sizeof(Line) == 64);
+  // Cache lines of their own, so that a rank that waits does not slow the one it waits for.
   struct Control {
-    alignas(64) std::atomic<uint32_t> arrived;
+    Line line[2];
     alignas(64) std::atomic<uint32_t> sleepers;
+    alignas(64) std::atomic<uint32_t> dead;
+    alignas(64) std::atomic<uint32_t> can_read_all;
+    int32_t process;
+    uint64_t nonce_address, nonce;
   };
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -107,15 +147,16 @@ class Arena {
   Control* control(int rank) const {
     return reinterpret_cast<Control*>(controls_[static_cast<size_t>(rank)]->data());
   }
-  Status AwaitRank(int rank, uint32_t step, const Tick& tick);
+  bool ReadsEveryNonce(const PeerMemory& peers) const;
 
   const int rank_;
   const size_t chunk_nbytes_;
-  const int spins_;
+  const bool eager_cpus_;
   uint32_t step_ = 0;
   std::shared_ptr<Segment> control_;
   std::vector<std::shared_ptr<Segment>> controls_;
   std::vector<std::unordered_map<uint32_t, std::shared_ptr<Segment>>> segments_;
+  std::unique_ptr<PeerMemory> peers_;
 };
 
 // True if this process may run on at least `ranks` CPUs (affinity mask and cgroup quota).

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+#include <vector>
+
+namespace hvd {
+
+// One tensor of a fused batch; in == out is in place.
+struct Piece {
+  const std::byte* in;
+  std::byte* out;
+  size_t count;
+};
+
+// One tensor that lies in the arena on every rank of a host: at[r] is where local rank r has it.
+struct ArenaPiece {
+  std::vector<std::byte*> at;
+  size_t count;
+};
+
+// Elements of a fused batch, whose tensors stand one after another as if they were one.
+struct Range {
+  size_t begin = 0, end = 0;
+  size_t size() const { return end - begin; }
+  bool operator==(const Range&) const = default;
+};
+
+// Slice number `slice` of `range`, for one of `slices` owners. In whole cache lines.
+Range SliceOf(Range range, size_t item_nbytes, int slice, int slices);
+
+// `part`-th part of `range`, if parts have `each` elements.
+inline Range Part(Range range, size_t each, size_t part) {
+  const size_t begin = std::min(range.end, range.begin + part * each);
+  return {begin, std::min(range.end, begin + each)};
+}
+
+// Calls visit(tensor, first, count) for the elements of each tensor that lie in `range`, in order.
+// count_of(i) is the number of elements of tensor i.
+template <class CountOf, class Visit>
+void ForEachPart(size_t tensors, CountOf count_of, Range range, Visit visit) {
+  size_t begin = 0;
+  for (size_t i = 0; i < tensors && begin < range.end; ++i) {
+    const size_t count = count_of(i);
+    const size_t from = std::max(begin, range.begin), to = std::min(begin + count, range.end);
+    if (from < to) visit(i, from - begin, to - from);
+    begin += count;
+  }
+}
+
+template <class Pieces>
+size_t CountOf(const Pieces& pieces) {
+  size_t count = 0;
+  for (const auto& piece : pieces) count += piece.count;
+  return count;
+}
+
+}  // namespace hvd

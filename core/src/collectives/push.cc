@@ -1,0 +1,30 @@
+#include "collectives/in_host.h"
+
+namespace hvd {
+namespace {
+
+// Reduces `range` of the batch and writes the result to every rank.
+void ReduceForAll(std::span<const ArenaPiece> pieces, Range range, DType dtype, ReduceOp op,
+                  const Scale& scale) {
+  const size_t item = ItemSize(dtype);
+  std::vector<void*> at;
+  const auto count_of = [&](size_t i) { return pieces[i].count; };
+  ForEachPart(pieces.size(), count_of, range, [&](size_t i, size_t first, size_t count) {
+    at.assign(pieces[i].at.begin(), pieces[i].at.end());
+    for (void*& p : at) p = static_cast<std::byte*>(p) + first * item;
+    const int size = static_cast<int>(at.size());
+    Reduce(dtype, op, scale, at.data(), size, at.data(), size, count);
+  });
+}
+
+}  // namespace
+
+Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const ArenaPiece> pieces,
+                        DType dtype, ReduceOp op, const Scale& scale) {
+  const Range mine = SliceOf({0, CountOf(pieces)}, ItemSize(dtype), arena.rank(), arena.size());
+  HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
+  ReduceForAll(pieces, mine, dtype, op, scale);
+  return arena.ArriveAndAwait(tick);
+}
+
+}  // namespace hvd

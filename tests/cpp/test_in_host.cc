@@ -1,0 +1,264 @@
+// Collectives inside a host, with ranks as threads: the same bits whatever way and size.
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "collectives/direct.h"
+#include "collectives/in_host.h"
+
+namespace hvd {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+using Arenas = std::vector<std::unique_ptr<Arena>>;
+using Way = std::function<Status(Arena&, std::span<const Piece>, DType, ReduceOp, const Scale&)>;
+
+const Arena::Tick kNeverGiveUp = [](int) { return Status::Ok(); };
+
+Arenas Connected(int size, size_t chunk_nbytes) {
+  Arenas arenas;
+  for (int rank = 0; rank < size; ++rank)
+    arenas.push_back(Arena::Create(rank, size, chunk_nbytes, false).value());
+  for (auto& arena : arenas) {
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer != arena->rank())
+        CHECK(arena->AddSegment(peer, 0, arenas[static_cast<size_t>(peer)]->control()).ok());
+    }
+  }
+  return arenas;
+}
+
+void OnEveryRank(int size, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+void OpenPeers(const Arenas& arenas, Arena::Reads reads = Arena::Reads::kThisProcess) {
+  OnEveryRank(static_cast<int>(arenas.size()), [&](int rank) {
+    CHECK(arenas[static_cast<size_t>(rank)]->OpenPeers(reads, 0, kNeverGiveUp).ok());
+  });
+}
+
+// Values whose sum depends on the order of additions.
+Bytes Values(DType dtype, size_t count, int rank) {
+  std::minstd_rand random(static_cast<unsigned>(rank * 7919 + 1));
+  Bytes bytes(count * ItemSize(dtype));
+  if (dtype == DType::kFloat32) {
+    std::vector<float> values(count);
+    for (float& v : values) v = std::ldexp(static_cast<float>(random() % 2048) - 1000, int(random() % 30));
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+  } else if (dtype == DType::kFloat64) {
+    std::vector<double> values(count);
+    for (double& v : values) v = std::ldexp(static_cast<double>(random() % 2048) - 1000, int(random() % 60));
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+  } else {
+    for (std::byte& b : bytes) b = static_cast<std::byte>(random());
+    if (dtype == DType::kBFloat16 || dtype == DType::kFloat16) {
+      for (size_t i = 1; i < bytes.size(); i += 2) bytes[i] &= std::byte{0xbb};  // finite
+    }
+  }
+  return bytes;
+}
+
+Bytes Expected(DType dtype, size_t count, int size, ReduceOp op, const Scale& scale) {
+  std::vector<Bytes> all;
+  for (int rank = 0; rank < size; ++rank) all.push_back(Values(dtype, count, rank));
+  Bytes out(count * ItemSize(dtype));
+  std::vector<const void*> srcs;
+  for (const Bytes& in : all) srcs.push_back(in.data());
+  void* dst = out.data();
+  Reduce(dtype, op, scale, srcs.data(), size, &dst, 1, count);
+  return out;
+}
+
+// A batch of `count` elements cut into pieces, the first in place, the others not.
+void CheckWay(const Arenas& arenas, const Way& way, DType dtype, size_t count, size_t pieces_in_batch) {
+  const int size = static_cast<int>(arenas.size());
+  const size_t item = ItemSize(dtype);
+  const ReduceOp op = dtype == DType::kBool ? ReduceOp::kSum : ReduceOp::kAverage;
+  const Scale scale{1, 1, dtype == DType::kBool ? 1 : size};
+  const Bytes expected = Expected(dtype, count, size, op, scale);
+  OnEveryRank(size, [&](int rank) {
+    const Bytes values = Values(dtype, count, rank);
+    Bytes in = values, out(values.size());
+    std::vector<Piece> pieces;
+    std::minstd_rand random(static_cast<unsigned>(count + pieces_in_batch));  // the same cuts on every rank
+    size_t at = 0;
+    for (size_t i = 0; i < pieces_in_batch; ++i) {
+      const size_t left = count - at;
+      const size_t n = i + 1 == pieces_in_batch ? left : random() % (2 * left / (pieces_in_batch - i) + 1);
+      std::byte* from = in.data() + at * item;
+      pieces.push_back({from, i == 0 ? from : out.data() + at * item, std::min(n, left)});
+      at += pieces.back().count;
+    }
+    CHECK(way(*arenas[static_cast<size_t>(rank)], pieces, dtype, op, scale).ok());
+    const size_t in_place = pieces.front().count * item;
+    CHECK(std::equal(in.begin(), in.begin() + static_cast<ptrdiff_t>(in_place), expected.begin()));
+    CHECK(std::equal(out.begin() + static_cast<ptrdiff_t>(in_place), out.end(),
+                     expected.begin() + static_cast<ptrdiff_t>(in_place)));
+    CHECK(std::equal(in.begin() + static_cast<ptrdiff_t>(in_place), in.end(),
+                     values.begin() + static_cast<ptrdiff_t>(in_place)));
+  });
+}
+
+template <class F>
+Way WayOf(F f) {
+  return [f](Arena& arena, std::span<const Piece> pieces, DType dtype, ReduceOp op, const Scale& scale) {
+    return f(arena, kNeverGiveUp, pieces, dtype, op, scale);
+  };
+}
+
+// The same batch, with its tensors in shared memory.
+Status InArena(Arena& arena, const std::vector<std::shared_ptr<Segment>>& segments,
+               std::span<const Piece> pieces, DType dtype, ReduceOp op, const Scale& scale) {
+  const size_t item = ItemSize(dtype);
+  std::vector<ArenaPiece> placed;
+  size_t at = 0;
+  for (const Piece& piece : pieces) {
+    std::memcpy(segments[static_cast<size_t>(arena.rank())]->data() + at, piece.in, piece.count * item);
+    placed.push_back({{}, piece.count});
+    for (const auto& segment : segments) placed.back().at.push_back(segment->data() + at);
+    at += piece.count * item;
+  }
+  HVD_RETURN_IF_ERROR(AllreduceInArena(arena, kNeverGiveUp, placed, dtype, op, scale));
+  for (size_t i = 0; i < pieces.size(); ++i)
+    std::memcpy(pieces[i].out, placed[i].at[static_cast<size_t>(arena.rank())], pieces[i].count * item);
+  return Status::Ok();
+}
+
+TEST(every_way_gives_the_bits_of_reduce_for_all_sizes) {
+  const DType dtypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat64, DType::kInt8};
+  for (int size = 1; size <= 8; ++size) {
+    const Arenas arenas = Connected(size, 8192);
+    OpenPeers(arenas);
+    for (auto& arena : arenas) CHECK(arena->peers() != nullptr);
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (int rank = 0; rank < size; ++rank) segments.push_back(Segment::Create(1 << 20).value());
+    const Way in_arena = [&](Arena& arena, auto pieces, DType dtype, ReduceOp op, const Scale& scale) {
+      return InArena(arena, segments, pieces, dtype, op, scale);
+    };
+    for (const DType dtype : dtypes) {
+      const size_t item = ItemSize(dtype);
+      const size_t line = Arena::kInlineNbytes / item, slot = Arena::kSlotNbytes / item;
+      for (const size_t count : {size_t{1}, line, line + 1, slot - 1, slot, slot + 1, 3 * slot + 7}) {
+        for (const size_t pieces : {size_t{1}, size_t{3}, size_t{11}}) {
+          CheckWay(arenas, WayOf(Allreduce), dtype, count, pieces);
+          CheckWay(arenas, WayOf(AllreduceByReads), dtype, count, pieces);
+          CheckWay(arenas, WayOf(AllreduceStaged), dtype, count, pieces);
+          CheckWay(arenas, in_arena, dtype, count, pieces);
+          if (count <= slot) CheckWay(arenas, WayOf(AllreduceOneShot), dtype, count, pieces);
+          if (count <= line) CheckWay(arenas, WayOf(AllreduceInline), dtype, count, pieces);
+        }
+      }
+    }
+  }
+}
+
+TEST(every_dtype_passes_every_way) {
+  const Arenas arenas = Connected(3, 8192);
+  OpenPeers(arenas);
+  for (int i = 0; i < kNumDTypes; ++i) {
+    const auto dtype = static_cast<DType>(i);
+    for (const size_t nbytes : {size_t{48}, size_t{4000}, size_t{70'000}}) {
+      CheckWay(arenas, WayOf(Allreduce), dtype, nbytes / ItemSize(dtype), 2);
+      CheckWay(arenas, WayOf(AllreduceStaged), dtype, nbytes / ItemSize(dtype), 2);
+    }
+  }
+}
+
+TEST(more_pieces_than_the_table_holds_are_reduced_in_turns) {
+  const Arenas arenas = Connected(2, 8192);
+  OpenPeers(arenas);
+  CheckWay(arenas, WayOf(Allreduce), DType::kFloat32, 30'000, 2 * Arena::kTableEntries + 3);
+}
+
+// One collective right after the other, of kinds that use the same buffers: a rank that is ahead must not
+// overwrite what another one still reads.
+TEST(a_fast_rank_does_not_overtake_a_slow_one) {
+  const int size = 3;
+  const Arenas arenas = Connected(size, 4096);
+  OpenPeers(arenas);
+  OnEveryRank(size, [&](int rank) {
+    Arena& arena = *arenas[static_cast<size_t>(rank)];
+    std::minstd_rand kinds(1), pauses(static_cast<unsigned>(rank + 5));
+    for (int turn = 0; turn < 600; ++turn) {
+      const size_t count = (size_t[]){1, 12, 13, 1000, 4096, 5000}[kinds() % 6];
+      std::vector<float> data(count);
+      for (size_t i = 0; i < count; ++i) data[i] = static_cast<float>(turn + rank + static_cast<int>(i % 17));
+      auto* bytes = reinterpret_cast<std::byte*>(data.data());
+      const Piece piece{bytes, bytes, count};
+      const auto way = kinds() % 2 == 0 ? Allreduce : AllreduceStaged;
+      CHECK(way(arena, kNeverGiveUp, {&piece, 1}, DType::kFloat32, ReduceOp::kSum, {}).ok());
+      for (size_t i = 0; i < count; ++i)
+        CHECK_EQ(data[i], static_cast<float>(size * (turn + static_cast<int>(i % 17)) + 3));
+      for (unsigned pause = pauses() % 4; pause > 0; --pause) std::this_thread::yield();
+    }
+  });
+}
+
+TEST(a_tensor_that_is_nowhere_counts_as_zeros) {
+  const PeerMemory peers({PeerMemory::kHere, PeerMemory::kHere}, 0);
+  std::vector<float> x[2] = {std::vector<float>(1000, 1), std::vector<float>(1000, 2)};
+  std::vector<float> y[2] = {std::vector<float>(50, 3), std::vector<float>(50, 77)};
+  const size_t counts[] = {1000, 50};
+  const auto at = [](std::vector<float>& v) { return reinterpret_cast<uintptr_t>(v.data()); };
+  const uint64_t in0[] = {at(x[0]), at(y[0])}, in1[] = {at(x[1]), 0}, out1[] = {at(x[1]), at(y[1])};
+  const uint64_t* const in[] = {in0, in1};
+  const uint64_t* const out[] = {in0, out1};
+  std::vector<std::byte> scratch(4096);
+  const PeerBatch batches[] = {{peers, 0, DType::kFloat32, counts, in, out},
+                               {peers, 1, DType::kFloat32, counts, in, out}};
+  const Range slices[] = {SliceOf({0, 1050}, 4, 0, 2), SliceOf({0, 1050}, 4, 1, 2)};
+  for (int r : {0, 1}) CHECK(ReduceRange(batches[r], slices[r], ReduceOp::kSum, {}, scratch).ok());
+  for (int r : {0, 1}) CHECK(FetchRange(batches[r], 1 - r, slices[1 - r]).ok());
+  for (int r : {0, 1}) {
+    for (const float v : x[r]) CHECK_EQ(v, 3.0f);
+    for (const float v : y[r]) CHECK_EQ(v, 3.0f);
+  }
+}
+
+TEST(reads_are_used_only_if_every_rank_may_read) {
+  const Arenas arenas = Connected(3, 4096);
+  OnEveryRank(3, [&](int rank) {
+    const auto reads = rank == 1 ? Arena::Reads::kOff : Arena::Reads::kOtherProcesses;
+    CHECK(arenas[static_cast<size_t>(rank)]->OpenPeers(reads, 0, kNeverGiveUp).ok());
+  });
+  for (auto& arena : arenas) CHECK(arena->peers() == nullptr);
+}
+
+TEST(memory_of_a_rank_that_died_in_between_is_not_a_result) {
+  const Arenas arenas = Connected(2, 4096);
+  OpenPeers(arenas);
+  std::atomic<bool> is_dead{false};
+  const Arena::Tick tells_why = [&](int) {
+    return is_dead ? Status(Code::kAborted, "the reason") : Status::Ok();
+  };
+  std::vector<float> data[2] = {std::vector<float>(50'000, 1), std::vector<float>(50'000, 1)};
+  OnEveryRank(2, [&](int rank) {
+    Arena& arena = *arenas[static_cast<size_t>(rank)];
+    auto* bytes = reinterpret_cast<std::byte*>(data[rank].data());
+    const Piece piece{bytes, bytes, data[rank].size()};
+    if (rank == 0) {
+      const auto op = ReduceOp::kSum;
+      CHECK_EQ(AllreduceByReads(arena, tells_why, {&piece, 1}, DType::kFloat32, op, {}).text(), "the reason");
+    } else {
+      // Goes through the steps of the collective, and dies before the last of them.
+      arena.table(1)[0] = arena.table(1)[Arena::kTableEntries / 2] = reinterpret_cast<uintptr_t>(bytes);
+      *arena.inlined(1, arena.next_step()) = std::byte{1};
+      CHECK(arena.ArriveAndAwait(kNeverGiveUp).ok());
+      arena.SetDead();
+      arena.Arrive();
+      arena.Arrive();
+      is_dead = true;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace hvd
