@@ -64,4 +64,11 @@ class PhaseScope {
   const int64_t begin_ns_;
 };
 
+// What work() returns.
+template <class Work>
+auto InPhase(Phases* phases, Phase phase, Work work) {
+  const PhaseScope scope(phases, phase);
+  return work();
+}
+
 }  // namespace hvd

@@ -142,7 +142,7 @@ Status Collectives::AllreduceThroughStaging(std::span<const Piece> pieces, size_
   const auto own = [&](size_t w) { return arena_.staging(topology_.local_rank, static_cast<int>(w % 2)); };
   const auto fill = [&] {
     if (filled == windows.size()) return;
-    tensors.CopyOut(windows[filled], own(filled));
+    InPhase(arena_.phases(), Phase::kCopyIn, [&] { tensors.CopyOut(windows[filled], own(filled)); });
     filled_step[filled] = arena_.Arrive();
     ++filled;
   };
@@ -171,7 +171,7 @@ Status Collectives::AllreduceThroughStaging(std::span<const Piece> pieces, size_
         HVD_RETURN_IF_ERROR(Turn(*chain_, appended < filled ? kLocalWait : kTickEvery));
     }
     HVD_RETURN_IF_ERROR(await(arena_.Arrive()));
-    tensors.CopyIn(windows[w], own(w));
+    InPhase(arena_.phases(), Phase::kCopyOut, [&] { tensors.CopyIn(windows[w], own(w)); });
     fill();
   }
   return Status::Ok();
@@ -314,6 +314,7 @@ Status Collectives::Drive(Machine& machine, const IsDone& is_done) {
 // Moves what can be moved, or waits for at most `patience`.
 template <class Machine>
 Status Collectives::Turn(Machine& machine, std::chrono::milliseconds patience) {
+  const PhaseScope scope(arena_.phases(), Phase::kWire);
   for (int i = 0; i < kYields; ++i) {
     auto moved = machine.Advance();
     if (!moved.ok()) return Explain(moved.status());

@@ -23,7 +23,7 @@ Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const A
                         DType dtype, ReduceOp op, const Scale& scale) {
   const Range mine = SliceOf({0, CountOf(pieces)}, ItemSize(dtype), arena.rank(), arena.size());
   HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
-  ReduceForAll(pieces, mine, dtype, op, scale);
+  InPhase(arena.phases(), Phase::kReduce, [&] { ReduceForAll(pieces, mine, dtype, op, scale); });
   return arena.ArriveAndAwait(tick);
 }
 

@@ -10,14 +10,17 @@ template <class At>
 Status OneShot(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype, ReduceOp op,
                const Scale& scale, At at) {
   const size_t item = ItemSize(dtype);
-  std::byte* mine = at(arena.rank(), arena.next_step());
-  for (const Piece& piece : pieces) {
-    if (piece.count == 0) continue;
-    std::memcpy(mine, piece.in, piece.count * item);
-    mine += piece.count * item;
-  }
+  InPhase(arena.phases(), Phase::kCopyIn, [&] {
+    std::byte* mine = at(arena.rank(), arena.next_step());
+    for (const Piece& piece : pieces) {
+      if (piece.count == 0) continue;
+      std::memcpy(mine, piece.in, piece.count * item);
+      mine += piece.count * item;
+    }
+  });
   const uint32_t step = arena.Arrive();
   HVD_RETURN_IF_ERROR(arena.Await(step, tick));
+  const PhaseScope reducing(arena.phases(), Phase::kReduce);
   std::vector<const void*> srcs(static_cast<size_t>(arena.size()));
   size_t offset = 0;
   for (const Piece& piece : pieces) {

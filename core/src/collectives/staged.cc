@@ -77,6 +77,7 @@ Status AllreduceStaged(Arena& arena, const Arena::Tick& tick, std::span<const Pi
   Cursor in(pieces, item), out(pieces, item);
   const auto nbytes = [&](size_t c) { return std::min(chunk, total - c * chunk); };
   const auto copy_in = [&](size_t c) {
+    const PhaseScope copying(arena.phases(), Phase::kCopyIn);
     in.CopyIn(arena.staging(arena.rank(), static_cast<int>(c % 2)), nbytes(c));
     return arena.Arrive();
   };
@@ -86,9 +87,11 @@ Status AllreduceStaged(Arena& arena, const Arena::Tick& tick, std::span<const Pi
     // Buffer (c + 1) % 2 is free: every rank was done with chunk c - 1 before we copied it out.
     const uint32_t next_filled = c + 1 < chunks ? copy_in(c + 1) : 0;
     HVD_RETURN_IF_ERROR(arena.Await(filled, tick));
-    ReduceSlice(buffers[c % 2], nbytes(c) / item, arena.rank(), dtype, op, scale);
+    InPhase(arena.phases(), Phase::kReduce,
+            [&] { ReduceSlice(buffers[c % 2], nbytes(c) / item, arena.rank(), dtype, op, scale); });
     HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
-    out.CopyOut(arena.staging(arena.rank(), static_cast<int>(c % 2)), nbytes(c));
+    InPhase(arena.phases(), Phase::kCopyOut,
+            [&] { out.CopyOut(arena.staging(arena.rank(), static_cast<int>(c % 2)), nbytes(c)); });
     filled = next_filled;
   }
   return Status::Ok();

@@ -270,6 +270,7 @@ bool Arena::Reached(uint32_t step) const {
 }
 
 Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
+  const PhaseScope scope(phases_, Phase::kWait);
   Control& peer = *control(rank);
   std::atomic<uint32_t>& arrived = peer.line[step % 2].arrived;
   const auto reached = [&] { return HasReached(arrived.load(std::memory_order_acquire), step); };

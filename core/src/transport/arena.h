@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/phases.h"
 #include "base/status.h"
 #include "transport/exchange.h"
 #include "transport/fd.h"
@@ -117,6 +118,10 @@ class Arena {
   bool Reached(uint32_t step) const;
   Status ArriveAndAwait(const Tick& tick) { return Await(Arrive(), tick); }
 
+  // Where collectives over this arena note what they spend their time with; null if nobody looks.
+  void ShowPhases(Phases* phases) { phases_ = phases; }
+  Phases* phases() const { return phases_; }
+
   // Says that this rank's Group is dead or closed. To be called before its pending tensors are given back: a
   // peer may be reading them.
   void SetDead();
@@ -157,6 +162,7 @@ class Arena {
   std::vector<std::shared_ptr<Segment>> controls_;
   std::vector<std::unordered_map<uint32_t, std::shared_ptr<Segment>>> segments_;
   std::unique_ptr<PeerMemory> peers_;
+  Phases* phases_ = nullptr;
 };
 
 // True if this process may run on at least `ranks` CPUs (affinity mask and cgroup quota).
