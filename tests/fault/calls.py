@@ -112,3 +112,24 @@ def wait_for_ctrl_c(group: Group) -> float:
     except KeyboardInterrupt:
         return time.monotonic()
     raise AssertionError("no KeyboardInterrupt")
+
+
+_reused: list[np.ndarray] = []
+
+
+def add_until_it_fails_then_reuse(group: Group, count: int) -> str:
+    """The first error's type. From then on the tensor's memory holds something else."""
+    array = np.empty(count, np.float32)
+    try:
+        while True:
+            array.fill(1)
+            group.allreduce(array, name="x")
+            assert (array == group.size).all()
+    except (PeerLost, Aborted, GroupClosed, CollectiveTimeout) as error:
+        array.fill(-7)
+        _reused.append(array)
+        return type(error).__name__
+
+
+def is_as_reused(group: Group) -> bool:
+    return bool((_reused[-1] == -7).all())
