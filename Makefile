@@ -78,8 +78,15 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix $(PYTHON_DIRS)
 	$(BIN)/clang-format -i $(CPP)
 
-bench: $(VENV)/.native
+bench: $(VENV)/.native $(VENV)/.peers
 	$(BIN)/python benchmarks/run_all.py
+
+# Open MPI, to compare with; without it the benchmarks leave it out.
+$(VENV)/.peers: $(VENV)/.ready
+	$(BIN)/python scripts/requirements.py bench > $(VENV)/requirements-bench.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --requirement $(VENV)/requirements-bench.txt || echo "no Open MPI here: compared with gloo only"
+	touch $@
 
 clean:
 	rm -rf build dist $(VENV)/.native .mypy_cache .ruff_cache .pytest_cache
