@@ -25,7 +25,6 @@ TIMEOUT_S = 600
 #: In the order of the table of targets.
 FIGURES = (
     "shm_roofline",
-    "kernels",
     "arena_vs_peers",
     "allreduce_vs_peers",
     "latency",
@@ -53,7 +52,8 @@ def run(name: str, quick: bool) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines or not lines[-1].startswith("{"):
         print(done.stdout, flush=True)
-        return {"name": name, "skipped": f"failed with status {done.returncode}"}
+        what = f"failed with status {done.returncode}" if done.returncode else "printed no line of JSON"
+        return {"name": name, "skipped": what}
     print("\n".join(lines[:-1]), flush=True)
     return {"name": name, **json.loads(lines[-1])}
 
