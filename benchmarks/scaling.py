@@ -1,68 +1,60 @@
-"""How training scales on one machine: an MLP of 1.1 M parameters, random rows, one compute thread a rank.
+"""How training scales on one machine: two ranks that train together against two replicas that never talk.
 
-    python benchmarks/scaling.py
+    python benchmarks/scaling.py [--quick]
 
-Three ways in turn, five times: one rank on one core; two ranks that train together; two replicas that run at
-the same time and never talk. Prints rows per second (medians) and the two ratios that matter: together
-against one rank, and against the uncoupled replicas (what coupling costs).
+An MLP of 25 M parameters with a step of 0.4 s or more and a small transformer, one compute thread a rank. The
+replicas run at the same time, so what is left is the cost of coupling. DDP on gloo beside it.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
+from collections.abc import Callable
+from typing import Any
 
+import report
+import side_by_side
 import torch
+import training
+from race import median_us, race, ratio
+from side_by_side import Ranks
 
-import hvd_core
-import hvd_core.torch as hvd
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "MLP 25 M": (lambda: training.mlp(6), (256, 2048)),
+    "transformer 3 M": (training.transformer, (16, 128, 256)),
+    "tiny": (lambda: training.mlp(1, 64), (8, 64)),
+}
 
-ROWS, WIDTH, BATCH, STEPS, REPEATS = 50_000, 100, 512, 60, 5
 
-
-def train(coupled: bool) -> float:
-    """Seconds for STEPS steps, after a warm-up."""
-    hvd.init()
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 1000),
-        torch.nn.ReLU(),
-        torch.nn.Linear(1000, 1000),
-        torch.nn.ReLU(),
-        torch.nn.Linear(1000, 1),
-    )
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    if coupled:
-        optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
-    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)
-
-    def step(i: int) -> None:
-        at = i * BATCH % (ROWS - BATCH)
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(net(x[at : at + BATCH]), y[at : at + BATCH]).backward()
-        optimizer.step()
-
-    for i in range(5):
-        step(i)
-    hvd.barrier()
-    begin = time.perf_counter()
-    for i in range(STEPS):
-        step(i)
-    return time.perf_counter() - begin
+def measure(ranks: Ranks, models: list[str], budget_s: float) -> list[dict[str, Any]]:
+    ranks.connect_hvd()
+    ranks.connect_gloo()
+    ranks.pin()
+    torch.set_num_threads(1)
+    rows = []
+    for model in models:
+        make, shape = MODELS[model]
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(ranks.rank))
+        times = race(ranks, training.contenders(ranks, make, batch), budget_s=budget_s)
+        for name, taken in times.items():
+            row: dict[str, Any] = {"model": model, "way": name, "pairs": len(taken)}
+            row["median_ms"] = median_us(taken) / 1e3
+            row["of two replicas"], low, high = ratio(times[training.ALONE], taken)
+            rows.append({**row, "95%": f"{low:.3f}-{high:.3f}"})
+    return rows
 
 
 def main() -> None:
-    ways = {"one rank": (1, True), "two ranks": (2, True), "two replicas": (2, False)}
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
-        for name, (size, coupled) in ways.items():
-            seconds = hvd_core.run(train, (coupled,), num_proc=size, cpus_per_rank=1)
-            rates[name].append(size * BATCH * STEPS / max(seconds))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    for name, rate in medians.items():
-        print(f"{name:>14}: {rate:>9.0f} rows/s")
-    print(f"two ranks / one rank     {medians['two ranks'] / medians['one rank']:.2f}")
-    print(f"two ranks / two replicas {medians['two ranks'] / medians['two replicas']:.2f}")
+    options = report.arguments(__doc__).parse_args()
+    figure = report.Figure("scaling", "throughput of two ranks / of two replicas", options.quick)
+    for model in ["tiny"] if options.quick else ["MLP 25 M", "transformer 3 M"]:
+        outcome = side_by_side.run(measure, size=2, models=[model], budget_s=0.05 if options.quick else 30.0)
+        figure.saw(outcome)
+        figure.rows += outcome.value
+        of = {row["way"]: row["of two replicas"] for row in outcome.value}
+        hvd, ddp = of[training.HVD], of[training.DDP]
+        figure.targets.append(report.Target(f"{model}: hvd / two replicas", hvd, 0.97))
+        figure.targets.append(report.Target(f"{model}: hvd / DDP on gloo", hvd / ddp, 1.0))
+    figure.publish()
 
 
 if __name__ == "__main__":

@@ -295,6 +295,37 @@ class Group:
         self._check()
         return self._native.empty(nbytes)
 
+    def plan(
+        self,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        name: str,
+        op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        first_bytes: int = 1 << 20,
+        batch_bytes: int = 4 << 20,
+    ) -> _native.Plan | None:
+        """A plan for an allreduce, in place, of tensors that come back every step: (name, dtype as numpy
+        spells it, shape) each. All ranks call it with the same; raises `MismatchError` if they do not. None,
+        on all ranks, where a plan is not possible: ranks on several hosts, or not allowed to read each
+        other's memory.
+
+        Fused batches follow the given order; the first one holds `first_bytes` at most, the others
+        `batch_bytes`. All ranks then make the same steps, without messages and on the calling thread:
+        `begin()`, any `ready(i, address)` (of contiguous CPU memory that stays as it is until the step has
+        ended; never waits, in any order), `decline(i)` (not in this step, on no rank), then `end(flags)`,
+        which waits. It returns the members that only other ranks have, which count as zero here: give zeros
+        for each with `supply(i, address)` and call it again, until it returns none. A member that no rank has
+        stays out. `flags_of_any` and `flags_of_all` then join the flags of the ranks; `declined` lists what
+        some rank has declined.
+        """
+        self._check()
+        members = [(member, dtype, list(shape)) for member, dtype, shape in tensors]
+        return _native.make_plan(
+            self._native, name, members, int(op), prescale, postscale, first_bytes, batch_bytes
+        )
+
     # -- life ------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:

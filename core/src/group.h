@@ -7,8 +7,16 @@
 
 #include "base/mutex.h"
 #include "scheduler/connect.h"
+#include "scheduler/plan.h"
 
 namespace hvd {
+
+// A plan that this rank has proposed; made when all ranks have and `handle` is done.
+struct PlanOffer {
+  PlanSpec spec;
+  std::shared_ptr<Segment> words;
+  std::shared_ptr<Handle> handle;
+};
 
 // The ranks of a job, seen by one of them. Everything may be called from any thread. Nothing in here is
 // global to the process: several Groups, also several ranks of one, can live in it.
@@ -29,8 +37,14 @@ class Group {
   // Memory that allreduces in place without copies, on every rank of the host.
   Result<std::shared_ptr<Segment>> Empty(size_t nbytes);
 
+  // All ranks offer the same under the same name; else their handles are done with kMismatch.
+  Result<PlanOffer> OfferPlan(PlanSpec spec);
+  // Of an offer whose handle is done and ok. Null, on all ranks, if a plan is not possible: ranks on several
+  // hosts, or no reading of each other's memory. The Group outlives the plan.
+  std::shared_ptr<Plan> JoinPlan(const PlanOffer& offer) EXCLUDES(mutex_);
+
   void Abort(const std::string& reason) { engine_->Abort(reason); }
-  void Close() { engine_->Close(); }
+  void Close() EXCLUDES(mutex_);
   Status status() const { return engine_->status(); }
   int death_fd() const { return engine_->death_fd(); }
   const Counters& counters() const { return engine_->counters(); }
@@ -47,6 +61,7 @@ class Group {
   const std::unique_ptr<Engine> engine_;
   Mutex mutex_;
   std::vector<std::weak_ptr<Segment>> segments_ GUARDED_BY(mutex_);  // segments_[i] has number i + 1
+  std::vector<std::weak_ptr<Plan>> plans_ GUARDED_BY(mutex_);
 };
 
 }  // namespace hvd

@@ -88,6 +88,7 @@ CPP_ARROWS: dict[str, set[str]] = {
     "collectives": {"transport", "base"},
     "scheduler": {"collectives", "transport", "base"},
     "group": {"scheduler", "collectives", "transport", "base"},
+    "group_plan": {"group", "scheduler", "collectives", "transport", "base"},  # the second source of group.h
     "bindings": {"group", "data", "scheduler", "collectives", "transport", "base"},
 }
 

@@ -70,10 +70,37 @@ def _record_calls(group: Group) -> list[str]:
         names.append(name)
         return submit(op, name, *rest)
 
+    make_plan = group.plan
+
+    def recorded_plan(tensors: Any, *, name: str, **options: Any) -> Any:
+        plan = make_plan(tensors, name=name, **options)
+        assert plan is not None
+        return _RecordedPlan(plan, name, names)
+
     group._submit = recording  # type: ignore[method-assign]
+    group.plan = recorded_plan  # type: ignore[method-assign]
     return names
 
 
+class _RecordedPlan:
+    def __init__(self, plan: Any, name: str, names: list[str]):
+        self._plan, self._name, self._names = plan, name, names
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._plan, attribute)
+
+    def end(self, flags: int) -> list[int]:
+        needs: list[int] = self._plan.end(flags)
+        if not needs:
+            self._names.append(f"{self._name}.step")
+        return needs
+
+
 def calls() -> list[str]:
-    """Names of the collectives that this rank has submitted so far."""
+    """Names of the collectives that this rank has submitted so far, steps of plans among them."""
     return _mine.calls
+
+
+def reductions() -> int:
+    """How many times this rank has reduced an optimizer's gradients."""
+    return sum(name.endswith((".has_gradient", ".step")) for name in calls())

@@ -14,6 +14,7 @@
 
 #include "base/log.h"
 #include "bindings/data.h"
+#include "bindings/plan.h"
 #include "collectives/reduce.h"
 #include "group.h"
 
@@ -302,6 +303,10 @@ NB_MODULE(_native, m) {
 
   m.def("kernels", [] { return Name(BestKernels()); });
   m.def("use_kernels", [](const std::string& name) { RaiseIfError(UseKernels(name)); }, "name"_a);
+  BindPlan(m, {&RaiseIfError, [](const std::function<void()>& work) {
+                 const Unlocked unlocked;
+                 work();
+               }});
   BindData(m);
 }
 

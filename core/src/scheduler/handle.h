@@ -1,10 +1,12 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "base/mutex.h"
 #include "scheduler/request.h"
+#include "transport/peer_memory.h"
 
 namespace hvd {
 
@@ -20,6 +22,10 @@ struct Gathered {
 struct Meeting {
   std::vector<std::shared_ptr<Segment>> segments;
   std::vector<uint64_t> offsets;
+  // Copies from the memory of a local rank; null if the ranks may not read each other's.
+  std::function<Status(int rank, std::span<const PeerMemory::Copy>)> read;
+  bool has_cpu_for_each = false;
+  Clock::duration stall_warn{}, stall_shutdown{};
 };
 
 // A submitted collective. Completed once by the scheduler; waited for by any number of threads.

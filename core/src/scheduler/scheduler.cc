@@ -425,6 +425,14 @@ Status Scheduler::RunPlan(Submission& submission, const std::vector<Location>& p
     meeting.segments.push_back(arena_->SegmentOf(local, place.segment));
     meeting.offsets.push_back(place.offset);
   }
+  if (const PeerMemory* peers = arena_->peers(); peers != nullptr) {
+    meeting.read = [memory = *peers](int from, std::span<const PeerMemory::Copy> copies) {
+      return memory.Read(from, copies);
+    };
+  }
+  meeting.has_cpu_for_each = arena_->has_cpu_for_each();
+  meeting.stall_warn = options_.stall_warn;
+  meeting.stall_shutdown = options_.stall_shutdown;
   submission.handle->SetMeeting(std::move(meeting));
   return Status::Ok();
 }

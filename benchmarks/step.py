@@ -1,0 +1,61 @@
+"""What communication adds to a training step: forward, backward, step, one thread a rank.
+
+    python benchmarks/step.py [--quick]
+
+MLPs of 25 and 110 M parameters. Three copies of the same model take turns: without communication, with
+DistributedOptimizer, with torch's DistributedDataParallel on gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import report
+import side_by_side
+import torch
+import training
+from race import median_us, race
+from side_by_side import Ranks
+
+ROWS = 32
+MODELS = {"25 M": 6, "110 M": 26, "tiny": 1}
+
+
+def measure(ranks: Ranks, models: list[str], budget_s: float) -> list[dict[str, Any]]:
+    ranks.connect_hvd()
+    ranks.connect_gloo()
+    ranks.pin()
+    torch.set_num_threads(1)
+    rows = []
+    for model in models:
+        generator = torch.Generator().manual_seed(ranks.rank)
+        batch = torch.randn(ROWS, 2048, generator=generator)
+        ways = training.contenders(ranks, lambda model=model: training.mlp(MODELS[model]), batch)
+        times = race(ranks, ways, budget_s=budget_s)
+        alone = median_us(times[training.ALONE])
+        ddp = median_us(times[training.DDP]) - alone
+        for name, taken in times.items():
+            median = median_us(taken)
+            row: dict[str, Any] = {"model": model, "way": name, "pairs": len(taken)}
+            row |= {"median_ms": median / 1e3, "adds_ms": (median - alone) / 1e3}
+            rows.append({**row, "adds / DDP adds": (median - alone) / ddp})
+    return rows
+
+
+def main() -> None:
+    options = report.arguments(__doc__).parse_args()
+    figure = report.Figure("step", "step time, and what communication adds to it", options.quick)
+    models = ["tiny"] if options.quick else ["25 M", "110 M"]
+    for model in models:
+        outcome = side_by_side.run(measure, size=2, models=[model], budget_s=0.05 if options.quick else 15.0)
+        figure.saw(outcome)
+        figure.rows += outcome.value
+    for row in figure.rows:
+        if row["way"] == training.HVD:
+            what = f"{row['model']}: added by hvd / by DDP on gloo"
+            figure.targets.append(report.Target(what, row["adds / DDP adds"], 0.4, at_most=True))
+    figure.publish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collectives/reduce.h"
+#include "scheduler/plan_layout.h"
+#include "scheduler/plan_words.h"
+#include "transport/peer_memory.h"
+
+namespace hvd {
+
+// What all ranks have agreed on.
+struct PlanSpec {
+  std::string name;
+  std::vector<Member> members;
+  ReduceOp reduce = ReduceOp::kSum;
+  Scale scale;
+  BatchLimits limits;
+};
+
+// The ranks of this host, as a plan needs them. The ranks are all on this host.
+struct PlanHost {
+  int rank = 0;
+  std::vector<std::byte*> words;  // by rank: PlanWords::Nbytes each
+  // Copies from the memory of a rank.
+  std::function<Status(int rank, std::span<const PeerMemory::Copy>)> read;
+  std::function<Status()> status;                        // why the Group is dead; ok while it lives
+  std::function<void(const std::string& reason)> abort;  // kills it
+  std::shared_ptr<const void> owner;                     // of the words
+  bool has_cpu_for_each = false;                         // so spin a little
+  Clock::duration stall_warn{};
+  Clock::duration stall_shutdown{};  // zero: never
+};
+
+// An allreduce, in place, of tensors that come back every step, without a control message: the ranks meet in
+// words of shared memory, and read each other's tensors where these are (transport/peer_memory.h). All
+// progress is made by the calling threads.
+//
+// A step is Begin, Ready or Decline for any members in any order, End. All ranks make the same steps. A
+// member that was not handed over when End is called counts as zero if another rank has it, and is left alone
+// if nobody has. Ready never waits: it advances the fused batches that all ranks have handed over, while the
+// program computes on. Rank r reduces slice r of a batch in rank order, and the others read it from there.
+//
+// Memory handed over must stay as it is from Ready until End is done, also after a failed step, until Leave.
+// Not thread-safe, except Leave. After a failure every call returns it.
+class Plan {
+ public:
+  Plan(PlanSpec spec, PlanHost host);
+  ~Plan() { Leave(); }
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  static size_t WordsNbytes(const PlanSpec& spec);
+
+  Status Begin();
+  // Contiguous elements of the agreed dtype and number, in this process. Again for the same member: replaces,
+  // unless its fused batch is on its way; then kInvalid.
+  Status Ready(uint32_t member, void* at);
+  // This rank has the member in a form that the plan cannot carry: no rank reduces it in this step.
+  Status Decline(uint32_t member);
+
+  enum class Progress {
+    kDone,
+    kNeedsMemory,  // of needs(): Supply it, then call End again
+    kPending,      // the deadline has passed; call End again
+  };
+  // Waits until the step is done on all ranks. `flags` are shown to everybody (see outcome).
+  Result<Progress> End(uint32_t flags, Clock::time_point deadline);
+  // Members that others have and this rank has not.
+  const std::vector<uint32_t>& needs() const { return needs_; }
+  // Zeros for such a member; the result goes there.
+  void Supply(uint32_t member, void* at);
+
+  struct Outcome {
+    std::vector<uint32_t> declined;  // by any rank; not reduced, the same list on all ranks
+    uint32_t flags_of_any = 0;
+    uint32_t flags_of_all = 0;
+  };
+  const Outcome& outcome() const { return outcome_; }  // of a step that is done
+
+  // Takes part no more; peers that need this rank fail. Any thread. Memory may be freed afterwards.
+  void Leave();
+
+  bool is_open() const { return open_.load(std::memory_order_relaxed); }
+  size_t batches() const { return batches_.size(); }
+  struct Times {
+    uint64_t ready_ns = 0;  // work done in Ready: hidden behind the program's own
+    uint64_t end_ns = 0;    // in End, waits included: exposed
+    uint64_t wait_ns = 0;   // of which: waiting for other ranks
+  };
+  const Times& times() const { return times_; }
+
+ private:
+  struct BatchState {
+    std::vector<uint32_t> members;
+    uint32_t waiting = 0;  // members that are not handed over
+    uint32_t blocked = 0;  // members that need memory
+    bool is_declared = false, is_resolved = false, is_reduced = false, is_done = false;
+    std::vector<bool> fetched;  // by rank
+    size_t fetched_count = 0;
+    Row row;  // of what is reduced in this step
+  };
+  struct MemberState {
+    uint32_t batch = 0;
+    bool is_given = false;
+    uint64_t in = 0;
+    std::byte* out = nullptr;
+  };
+
+  int size() const { return static_cast<int>(words_.size()); }
+  const PlanWords& mine() const { return words_[static_cast<size_t>(host_.rank)]; }
+  Status Give(uint32_t member, uint64_t in, std::byte* out);
+  void Declare(size_t batch);
+  void DeclareRest(uint32_t flags);
+  // Does what can be done without waiting.
+  Status Advance(bool* progressed);
+  Status AdvanceBatch(size_t batch, bool* progressed);
+  bool IsDeclaredByAll(size_t batch) const;
+  void Resolve(size_t batch);
+  Status ReduceSlice(size_t batch);
+  Status Fetch(size_t batch, int from);
+  bool AllEnded() const;
+  bool AllFinished() const;
+  // One turn of End; true when nothing is left to do.
+  Result<bool> Turn(bool* progressed);
+  void Settle();
+  Status Check();
+  Status CheckStall();
+  Status Fail(Status status);
+  void Ring();
+  void SleepUnlessNews(bool* progressed, Result<bool>* turn);
+  std::string Waits() const;
+
+  const PlanSpec spec_;
+  const PlanHost host_;
+  std::vector<PlanWords> words_;  // by rank
+  std::vector<BatchState> batches_;
+  std::vector<MemberState> members_;
+  std::vector<size_t> counts_;  // elements, by member
+  const size_t chunk_nbytes_;
+  std::vector<std::byte> scratch_;  // a chunk of every other rank, meant to stay in L2
+  std::vector<PeerMemory::Copy> copies_;
+  std::vector<Part> parts_;
+
+  std::atomic<uint32_t> step_{0};
+  std::atomic<bool> open_{false};
+  bool has_ended_ = false, is_settled_ = false;
+  size_t done_ = 0;      // batches
+  size_t declared_ = 0;  // batches
+  std::vector<uint32_t> needs_;
+  Outcome outcome_;
+  Status broken_;
+  Clock::time_point ended_at_;
+  bool warned_ = false;
+  Times times_;
+};
+
+}  // namespace hvd

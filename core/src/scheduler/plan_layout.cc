@@ -1,0 +1,56 @@
+#include "scheduler/plan_layout.h"
+
+#include <algorithm>
+#include <map>
+
+namespace hvd {
+
+std::vector<std::vector<uint32_t>> PackBatches(std::span<const Member> members, const BatchLimits& limits) {
+  struct Open {
+    size_t batch;
+    uint64_t nbytes;
+  };
+  std::map<DType, Open> open;
+  std::vector<std::vector<uint32_t>> batches;
+  for (uint32_t m = 0; m < members.size(); ++m) {
+    const uint64_t nbytes = members[m].nbytes();
+    const auto found = open.find(members[m].dtype);
+    const bool fits =
+        found != open.end() &&
+        found->second.nbytes + nbytes <= (found->second.batch == 0 ? limits.first_nbytes : limits.nbytes);
+    if (fits) {
+      found->second.nbytes += nbytes;
+      batches[found->second.batch].push_back(m);
+    } else {
+      open[members[m].dtype] = {batches.size(), nbytes};
+      batches.push_back({m});
+    }
+  }
+  return batches;
+}
+
+Row::Row(std::vector<uint32_t> members, std::span<const size_t> counts) : members_(std::move(members)) {
+  size_t end = 0;
+  for (const size_t count : counts) ends_.push_back(end += count);
+}
+
+void Row::Parts(size_t begin, size_t end, std::vector<Part>* parts) const {
+  parts->clear();
+  auto at = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
+  for (; begin < end; ++at) {
+    const size_t start = at == 0 ? 0 : ends_[at - 1];
+    const size_t stop = std::min(end, ends_[at]);
+    if (stop > begin) parts->push_back({members_[at], begin - start, stop - begin});
+    begin = std::max(begin, stop);
+  }
+}
+
+ElementRange SliceOf(size_t count, size_t item_nbytes, int rank, int size) {
+  const size_t per_line = 64 / item_nbytes;
+  const size_t lines = (count + per_line - 1) / per_line;
+  const size_t each = (lines + static_cast<size_t>(size) - 1) / static_cast<size_t>(size) * per_line;
+  const size_t begin = std::min(count, each * static_cast<size_t>(rank));
+  return {begin, std::min(count, begin + each)};
+}
+
+}  // namespace hvd

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "scheduler/request.h"
+
+namespace hvd {
+
+// How large the fused batches of a plan may get.
+struct BatchLimits {
+  size_t first_nbytes = 1 << 20;  // of the first one: communication starts early
+  size_t nbytes = 4 << 20;        // of the others
+};
+
+// Packs members into fused batches in the given order: a batch has one dtype and at most the limit, or one
+// member that is larger. With several dtypes each has an open batch; a batch stands where its first member
+// is. Pure.
+std::vector<std::vector<uint32_t>> PackBatches(std::span<const Member> members, const BatchLimits& limits);
+
+// Elements begin .. begin + count - 1 of a member.
+struct Part {
+  uint32_t member;
+  size_t begin;
+  size_t count;
+};
+
+// Some members one after another, as if they were one tensor.
+class Row {
+ public:
+  Row() = default;
+  // counts[i] elements of members[i].
+  Row(std::vector<uint32_t> members, std::span<const size_t> counts);
+
+  size_t count() const { return ends_.empty() ? 0 : ends_.back(); }
+  // The parts of members that elements begin .. end - 1 fall into.
+  void Parts(size_t begin, size_t end, std::vector<Part>* parts) const;
+
+ private:
+  std::vector<uint32_t> members_;
+  std::vector<size_t> ends_;
+};
+
+struct ElementRange {
+  size_t begin, end;
+};
+
+// The elements of `count` that `rank` of `size` reduces, in whole cache lines.
+ElementRange SliceOf(size_t count, size_t item_nbytes, int rank, int size);
+
+}  // namespace hvd

@@ -1,0 +1,93 @@
+"""What the rank processes of test_plan.py run. Imports no torch, which takes seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from hvd_core import Group, Sum
+from hvd_core.errors import HorovodInternalError, MismatchError
+
+COUNTS = [3, 70_000, 1, 500_000, 4096, 1_200_000, 17]
+
+
+def make_plan(group: Group, name: str = "plan", counts: list[int] = COUNTS) -> Any:
+    tensors = [(f"t{i}", "float32", (count,)) for i, count in enumerate(counts)]
+    plan = group.plan(tensors, name=name, op=Sum, first_bytes=1 << 16, batch_bytes=1 << 20)
+    assert plan is not None
+    return plan
+
+
+def run_steps(group: Group, steps: int) -> int:
+    """Sums in random orders with missing members; returns how many were checked."""
+    plan = make_plan(group)
+    checked = 0
+    mine, common = np.random.default_rng(group.rank), np.random.default_rng(99)
+    for step in range(steps):
+        has = common.random((group.size, len(COUNTS))) < (0.7 if step % 2 else 1.0)
+        plan.begin()
+        arrays: dict[int, Any] = {}
+        for i in mine.permutation(np.flatnonzero(has[group.rank])).tolist():
+            arrays[i] = np.full(COUNTS[i], group.rank + 1 + i + step, np.float32)
+            plan.ready(i, arrays[i].ctypes.data)
+        while needs := plan.end(0):
+            for i in needs:
+                assert not has[group.rank, i]
+                assert has[:, i].any()
+                arrays[i] = np.zeros(COUNTS[i], np.float32)
+                plan.supply(i, arrays[i].ctypes.data)
+        for i in range(len(COUNTS)):
+            assert (i in arrays) == has[:, i].any()
+            expected = sum(rank + 1 + i + step for rank in range(group.size) if has[rank, i])
+            assert i not in arrays or (arrays[i] == expected).all()
+            checked += i in arrays
+    return checked
+
+
+def step_until_it_fails(group: Group) -> tuple[str, str, float]:
+    plan = make_plan(group)
+    arrays = [np.empty(count, np.float32) for count in COUNTS]
+    try:
+        while True:
+            for array in arrays:
+                array.fill(1)
+            plan.begin()
+            for i, array in enumerate(arrays):
+                plan.ready(i, array.ctypes.data)
+            assert plan.end(0) == []
+            assert all((array == group.size).all() for array in arrays)
+    except HorovodInternalError as error:
+        at = time.monotonic()
+        try:
+            plan.begin()
+        except type(error):
+            return type(error).__name__, str(error), at
+        raise
+
+
+def disagree(group: Group) -> str:
+    try:
+        group.plan([("fc.weight", "float32", (10 + group.rank,))], name="p")
+    except MismatchError as error:
+        make_plan(group, "another")  # the Group lives on
+        return str(error)
+    return ""
+
+
+def end_without_peers(group: Group) -> tuple[str, str]:
+    plan = make_plan(group)
+    if group.rank == 0:
+        group.close()
+        return "", ""
+    try:
+        plan.begin()
+        plan.end(0)
+    except HorovodInternalError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def has_plan(group: Group) -> bool:
+    return group.plan([("t", "float32", (1000,))], name="p") is not None
