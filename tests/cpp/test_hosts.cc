@@ -271,6 +271,81 @@ TEST(one_abort_is_passed_on_and_its_echoes_are_not) {
   });
 }
 
+// -- the fault sweep over the control tree --
+
+// Breaks at the n-th call, counted over both of its ends.
+class BreakingLink final : public Link {
+ public:
+  BreakingLink(std::unique_ptr<Link> link, std::atomic<int>* calls_left)
+      : link_(std::move(link)), calls_left_(calls_left) {}
+  Result<size_t> TrySend(std::span<const std::byte> bytes, int pass_fd) override {
+    if (Broken()) return Status(Code::kPeerLost, "cut");
+    return link_->TrySend(bytes, pass_fd);
+  }
+  Result<size_t> TryRecv(std::span<std::byte> bytes, UniqueFd* passed_fd) override {
+    if (Broken()) return Status(Code::kPeerLost, "cut");
+    return link_->TryRecv(bytes, passed_fd);
+  }
+  int fd() const override { return link_->fd(); }
+  bool same_host() const override { return link_->same_host(); }
+
+ private:
+  bool Broken() {
+    if (calls_left_->fetch_sub(1) > 0) return false;
+    ::shutdown(link_->fd(), SHUT_RDWR);
+    return true;
+  }
+
+  std::unique_ptr<Link> link_;
+  std::atomic<int>* calls_left_;
+};
+
+// Ranks meet in barriers, which are all negotiation, while the link between a and b breaks.
+void MeetOverABreakingLink(const Layout& layout, int a, int b, int calls, int* failures) {
+  std::atomic<int> calls_left{calls};
+  Net net = Connected(layout, Seconds(5), [&](std::unique_ptr<Link> link, int rank, int peer) {
+    if (std::minmax(rank, peer) != std::minmax(a, b)) return link;
+    return std::unique_ptr<Link>(std::make_unique<BreakingLink>(std::move(link), &calls_left));
+  });
+  const int size = static_cast<int>(net.ranks.size());
+  std::atomic<int> failed = 0;
+  OnEveryRank(size, [&](int rank) {
+    const Topology t = At(layout, rank);
+    auto arena = Arena::Create(t.local_rank, t.local_size(), 4096, false).value();
+    Scheduler scheduler({rank, size, 1 << 20, Seconds(30), Seconds(20)}, t,
+                        std::move(net.ranks[static_cast<size_t>(rank)]), std::move(arena), {});
+    const auto begin = Clock::now();
+    Status status;
+    for (int i = 0; i < 4 && status.ok(); ++i) {
+      auto handle = std::make_shared<Handle>();
+      Request request;
+      request.op = Op::kBarrier;
+      request.name = "b" + std::to_string(i);
+      status = scheduler.Submit({request, {}, handle});
+      if (status.ok()) status = handle->Wait(In(15)) ? handle->status() : Status(Code::kInvalid, "hangs");
+    }
+    scheduler.Close();
+    CHECK(Clock::now() - begin < Seconds(10));
+    const Code code = status.code();
+    CHECK(code == Code::kOk || code == Code::kPeerLost || code == Code::kShutdown);
+    if (code == Code::kPeerLost) {
+      const std::string text(status.text());
+      CHECK(text.find("lost rank " + std::to_string(a)) != std::string::npos ||
+            text.find("lost rank " + std::to_string(b)) != std::string::npos);
+    }
+    failed += code != Code::kOk;
+  });
+  *failures += failed > 0;
+}
+
+TEST(a_control_link_cut_at_any_call_ends_every_rank_in_time_and_names_an_end_of_it) {
+  int failures = 0;
+  for (const auto& [a, b] : {std::pair{0, 1}, std::pair{0, 2}, std::pair{0, 3}, std::pair{3, 4}}) {
+    for (int calls = 0; calls < 24; ++calls) MeetOverABreakingLink({2, 1, 2}, a, b, calls, &failures);
+  }
+  CHECK(failures > 30);  // the sweep did cut
+}
+
 // -- addresses --
 
 TEST(likely_addresses_are_tried_first) {

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -22,11 +22,12 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Rank:
-    """One process; `call(fn, *args)` runs `fn(group, *args)` in it. `fn` is one of calls.py."""
+    """One process; `call(fn, *args)` runs `fn(group, *args)` in it. `fn` is one of calls.py. `prefix` goes
+    before its command, for example to run it in a network namespace."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, prefix: Sequence[str] = ()):
         self.pipe, there = Pipe()
-        command = [sys.executable, "-m", __name__, str(there.fileno())]
+        command = [*prefix, sys.executable, "-m", __name__, str(there.fileno())]
         self.process = subprocess.Popen(command, cwd=_ROOT, pass_fds=[there.fileno()])
         self.pid = self.process.pid
         there.close()
@@ -78,11 +79,13 @@ def main(pipe: Connection) -> None:
 
 
 @contextlib.contextmanager
-def bound_ranks(size: int, configs: list[Config]) -> Iterator[list[Rank]]:
+def bound_ranks(
+    size: int, configs: list[Config], prefixes: Sequence[Sequence[str]] | None = None
+) -> Iterator[list[Rank]]:
     """Processes that have bound their listeners and wait to be told the others'."""
     ranks: list[Rank] = []
     try:
-        ranks.extend(Rank(configs[index]) for index in range(size))
+        ranks.extend(Rank(configs[index], prefixes[index] if prefixes else ()) for index in range(size))
         for rank in ranks:
             rank.endpoint = rank.result()
         yield ranks

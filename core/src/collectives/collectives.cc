@@ -318,6 +318,7 @@ Status Collectives::Turn(Machine& machine, std::chrono::milliseconds patience) {
   for (int i = 0; i < kYields; ++i) {
     auto moved = machine.Advance();
     if (!moved.ok()) return Explain(moved.status());
+    if (moved.value()) left_at_.reset();
     if (moved.value()) return TickIfDue(machine.awaited_rank());
     ::sched_yield();
   }
@@ -331,7 +332,11 @@ Status Collectives::TickIfDue(int awaited_rank) {
   const auto now = Clock::now();
   if (now < next_tick_) return Status::Ok();
   next_tick_ = now + kTickEvery;
-  return tick_(awaited_rank);
+  const Status status = tick_(awaited_rank);
+  if (status.code() != Code::kShutdown) return status;
+  // Who closed the Group has sent all it owed before, but over another connection than its goodbye.
+  if (!left_at_) left_at_ = now;
+  return now - *left_at_ < kCauseWithin ? Status::Ok() : status;
 }
 
 // Why a link broke: what the control connections say, if they say something soon.

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -82,8 +83,9 @@ class Collectives {
   std::unique_ptr<Chain> chain_;  // null on ranks that own no slice
   bool agreed_ = false;
   Clock::time_point next_tick_{};
-  std::vector<pollfd> fds_;        // scratch
-  std::vector<std::byte> inputs_;  // scratch: of all ranks, for a small sum
+  std::optional<Clock::time_point> left_at_;  // an awaited rank is known to have left since, and nothing came
+  std::vector<pollfd> fds_;                   // scratch
+  std::vector<std::byte> inputs_;             // scratch: of all ranks, for a small sum
 };
 
 }  // namespace hvd
