@@ -16,7 +16,7 @@ import pytest
 from hvd_core import Config
 from hvd_core.errors import CollectiveTimeout
 
-from .calls import abort, add, add_until_it_fails, close, wait_for_death, wait_in_vain
+from .calls import abort, add, add_until_it_fails, wait_for_death, wait_in_vain
 from .ranks import Rank, bound_ranks, connect
 
 pytestmark = pytest.mark.timeout(90)
@@ -78,22 +78,6 @@ def test_silence_is_blamed_on_the_rank_that_is_silent(stopped: int) -> None:
             assert f"lost rank {stopped} (b)" in text
             assert "peer_timeout_s" in text
             assert at - stopped_at < 6
-
-
-@pytest.mark.parametrize("leaver", [0, 1, 2, 3])
-def test_leaving_is_no_loss(leaver: int) -> None:
-    with _ranks_on("a", "a", "b", "b") as ranks:
-        for rank in ranks:
-            rank.start(add)
-        assert [rank.result() for rank in ranks] == [4] * 4
-        ranks[leaver].call(close)
-        stayers = [rank for rank in ranks if rank is not ranks[leaver]]
-        for rank in stayers:
-            rank.start(wait_in_vain, "y")
-        for rank in stayers:
-            kind, text, _ = rank.result()
-            assert kind == "GroupClosed", text
-            assert f"rank {leaver}" in text
 
 
 def test_an_abort_reaches_every_host() -> None:
@@ -216,7 +200,7 @@ def test_an_unplugged_wire_is_a_lost_rank_in_time(count: int) -> None:
         for rank, lost in zip(ranks, (2, 2, 0), strict=True):
             kind, text, _ = rank.result(timeout_s=8)
             assert kind == "PeerLost", text
-            assert f"lost rank {lost} (" in text
+            assert f"lost rank {lost} (10.77.0.{2 if lost else 1})" in text
 
 
 @namespaces

@@ -37,6 +37,16 @@ int PeerPid(int fd) {
   return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &size) == 0 ? who.pid : 0;
 }
 
+// Empty if it is no IPv4 socket.
+std::string PeerAddress(int fd) {
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  char text[INET_ADDRSTRLEN] = {};
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0 && address.sin_family == AF_INET)
+    ::inet_ntop(AF_INET, &address.sin_addr, text, sizeof text);
+  return text;
+}
+
 UniqueFd ConnectUnix(const std::string& name) {
   UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address{};
@@ -259,9 +269,12 @@ class Bootstrap {
     wanted.is_trying = false;
     --missing_;
     const int pid = pending.is_unix() ? PeerPid(pending.fd()) : 0;
+    // How an error names the host: the forced id, or the address over which it was reached.
+    const Endpoint& endpoint = endpoints_[static_cast<size_t>(peer)];
+    const std::string reached = endpoint.forced_host ? "" : PeerAddress(pending.fd());
+    const std::string where = reached.empty() ? endpoint.HostName() : reached;
     auto link = std::make_unique<SocketLink>(pending.TakeLink());
     if (wanted.name.channel == Channel::kControl) {
-      const std::string where = endpoints_[static_cast<size_t>(peer)].HostName();
       exchange_.Add(peer, std::move(link), pid, topology_.hosts() > 1 ? where : "");
       return;
     }
