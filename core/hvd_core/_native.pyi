@@ -13,8 +13,7 @@ class Listener:
 
 class Handle:
     def done(self) -> bool: ...
-    def wait(self, timeout_s: float | None) -> bool: ...
-    def gathered(self, index: int) -> Any: ...
+    def wait(self, timeout_s: float | None = None) -> Any: ...
 
 class Group:
     @staticmethod
@@ -46,16 +45,43 @@ class Group:
     def cross_rank(self) -> int: ...
     @property
     def cross_size(self) -> int: ...
-    def submit(
+    def run(
         self,
         op: int,
         name: str,
-        tensors: list[Any],
+        input: Any,
+        output: Any,
+        reduce: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        timeout_s: float | None,
+    ) -> Any: ...
+    def start(
+        self,
+        owner: object,
+        op: int,
+        name: str,
+        input: Any,
+        output: Any,
         reduce: int,
         prescale: float,
         postscale: float,
         root: int,
     ) -> Handle: ...
+    def start_group(
+        self,
+        owner: object,
+        op: int,
+        name: str,
+        tensors: list[tuple[str, Any, Any]],
+        reduce: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        result: Any,
+    ) -> Handle: ...
+    def barrier(self, name: str, timeout_s: float | None) -> None: ...
     def empty(self, nbytes: int) -> NDArray[np.uint8]: ...
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...

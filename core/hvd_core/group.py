@@ -17,7 +17,7 @@ import numpy as np
 
 from . import _native
 from .config import Config
-from .errors import CollectiveTimeout, GroupClosed, HorovodInternalError, InvalidArgument
+from .errors import GroupClosed, HorovodInternalError, InvalidArgument
 
 
 class ReduceOp(IntEnum):
@@ -36,8 +36,7 @@ Average, Sum, Adasum, Min, Max, Product = ReduceOp
 # core/src/scheduler/request.h: enum Op
 _ALLREDUCE, _ALLGATHER, _BROADCAST, _BARRIER = range(4)
 
-#: Done handles that nobody waited for are dropped when so many are kept, or twice what the last time left.
-_SWEEP_AT_LEAST = 256
+Handle = _native.Handle
 
 
 class Listener:
@@ -78,38 +77,6 @@ class Listener:
         self._native = None
 
 
-class Handle:
-    """A collective on its way. Keeps its arrays alive; they must not be touched until it is done."""
-
-    def __init__(self, native: _native.Handle, group: Group, name: str, arrays: list[Any], result: Any):
-        self._native = native
-        self._group = group
-        self._name = name
-        self._arrays = arrays
-        self._result = result
-
-    def done(self) -> bool:
-        """True once `wait()` would not block."""
-        return bool(self._native.done())
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Waits for the result and returns it; for a grouped collective a list.
-
-        Raises what went wrong between the ranks (`MismatchError`, `PeerLost`, `Aborted`, ...), or
-        `CollectiveTimeout` after `timeout_s` seconds; the collective then goes on, and `wait()` may be called
-        again. Ctrl-C gets through.
-        """
-        self._group._check_process()
-        try:
-            if not self._native.wait(timeout_s):
-                raise CollectiveTimeout(f"'{self._name}' is not done after {timeout_s:g} s")
-        finally:
-            if self._native.done():
-                self._group._forget(self)
-                self._arrays = []
-        return self._result(self._native) if callable(self._result) else self._result
-
-
 class Group:
     """The ranks of a job. Make it with `connect` or `solo`; usable from any thread of the process that did.
 
@@ -121,8 +88,6 @@ class Group:
     def __init__(self, native: _native.Group):
         self._native = native
         self._pid = os.getpid()
-        self._pending: set[Handle] = set()
-        self._sweep_at = _SWEEP_AT_LEAST
         self._closed = False
         self.rank: int = native.rank
         self.size: int = native.size
@@ -201,8 +166,8 @@ class Group:
         and Product are "and", Average is refused. The result has the same bits on every rank. Its handle
         gives `out`.
         """
-        outs = None if out is None else [out]
-        return self._allreduce(name, [(name, array)], outs, op, prescale, postscale, single=True)
+        result = array if out is None else out
+        return self._native.start(self, _ALLREDUCE, name, array, result, op, prescale, postscale, 0)
 
     def grouped_allreduce_async(
         self,
@@ -219,57 +184,52 @@ class Group:
         errors."""
         if names is None:
             names = [f"{name}_{i}of{len(arrays)}" for i in range(len(arrays))]
-        return self._allreduce(
-            name, list(zip(names, arrays, strict=True)), outs, op, prescale, postscale, single=False
-        )
-
-    def _allreduce(
-        self,
-        name: str,
-        named: list[tuple[str, Any]],
-        outs: Sequence[Any] | None,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        single: bool,
-    ) -> Handle:
-        results = [array for _, array in named] if outs is None else list(outs)
-        tensors = [(n, array, out) for (n, array), out in zip(named, results, strict=True)]
-        native = self._submit(_ALLREDUCE, name, tensors, op, prescale, postscale, 0)
-        return self._keep(native, name, [named, results], results[0] if single else results)
+        results = list(arrays if outs is None else outs)
+        tensors = list(zip(names, arrays, results, strict=True))
+        return self._native.start_group(self, _ALLREDUCE, name, tensors, op, prescale, postscale, 0, results)
 
     def allgather_async(self, array: Any, *, name: str) -> Handle:
         """Starts joining the ranks' arrays along the first dimension, in rank order; first dimensions may
         differ, all others must agree, and there must be one. The handle gives a numpy array (for bfloat16: an
         object with `__dlpack__`)."""
-        native = self._submit(_ALLGATHER, name, [(name, array, None)], ReduceOp.Sum, 1.0, 1.0, 0)
-        return self._keep(native, name, [array], lambda done: done.gathered(0))
+        return self._native.start(self, _ALLGATHER, name, array, None, ReduceOp.Sum, 1.0, 1.0, 0)
 
     def broadcast_async(self, array: Any, *, root: int, name: str, out: Any = None) -> Handle:
         """Starts copying `array` of rank `root` to all ranks: into `out`, or into `array` if that is None."""
         result = array if out is None else out
-        native = self._submit(_BROADCAST, name, [(name, array, result)], ReduceOp.Sum, 1.0, 1.0, root)
-        return self._keep(native, name, [array, result], result)
+        return self._native.start(self, _BROADCAST, name, array, result, ReduceOp.Sum, 1.0, 1.0, root)
 
     def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> None:
         """Returns once all ranks have called it."""
-        self._keep(self._submit(_BARRIER, name, [], ReduceOp.Sum, 1.0, 1.0, 0), name, [], None).wait(
-            timeout_s
-        )
+        self._native.barrier(name, timeout_s)
 
-    def allreduce(self, array: Any, *, timeout_s: float | None = None, **options: Any) -> Any:
-        """`allreduce_async(array, **options).wait(timeout_s)`."""
-        return self.allreduce_async(array, **options).wait(timeout_s)
+    # A blocking call runs on the caller's thread, so it is more than start and wait.
+
+    def allreduce(
+        self,
+        array: Any,
+        *,
+        name: str,
+        op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Any = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """`allreduce_async(array, ...).wait(timeout_s)`."""
+        result = array if out is None else out
+        return self._native.run(_ALLREDUCE, name, array, result, op, prescale, postscale, 0, timeout_s)
 
     def allgather(self, array: Any, *, name: str, timeout_s: float | None = None) -> Any:
         """`allgather_async(array, name=name).wait(timeout_s)`."""
-        return self.allgather_async(array, name=name).wait(timeout_s)
+        return self._native.run(_ALLGATHER, name, array, None, ReduceOp.Sum, 1.0, 1.0, 0, timeout_s)
 
     def broadcast(
         self, array: Any, *, root: int, name: str, out: Any = None, timeout_s: float | None = None
     ) -> Any:
         """`broadcast_async(array, root=root, name=name, out=out).wait(timeout_s)`."""
-        return self.broadcast_async(array, root=root, name=name, out=out).wait(timeout_s)
+        result = array if out is None else out
+        return self._native.run(_BROADCAST, name, array, result, ReduceOp.Sum, 1.0, 1.0, root, timeout_s)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> list[bytes]:
         """The `data` of every rank, by rank."""
@@ -339,7 +299,6 @@ class Group:
         if not self._closed and self._pid == os.getpid():
             self._closed = True
             self._native.close()
-            self._pending.clear()
 
     @property
     def reason(self) -> str | None:
@@ -374,37 +333,10 @@ class Group:
         # Before a garbage collection frees the arrays of a Group and its handles: its thread writes to them.
         self.close()
 
-    def _check_process(self) -> None:
+    def _check(self) -> None:
         if self._pid != os.getpid():
             raise InvalidArgument(
                 "this Group belongs to the process that this one was forked from; connect a new one"
             )
-
-    def _check(self) -> None:
-        self._check_process()
         if self._closed:
             raise GroupClosed("the Group is closed")
-
-    def _submit(
-        self,
-        op: int,
-        name: str,
-        tensors: list[Any],
-        reduce: ReduceOp,
-        prescale: float,
-        postscale: float,
-        root: int,
-    ) -> _native.Handle:
-        self._check()
-        return self._native.submit(op, name, tensors, int(reduce), prescale, postscale, root)
-
-    def _keep(self, native: _native.Handle, name: str, arrays: list[Any], result: Any) -> Handle:
-        handle = Handle(native, self, name, arrays, result)
-        self._pending.add(handle)
-        if len(self._pending) > self._sweep_at:  # of callers that never wait
-            self._pending.difference_update([pending for pending in list(self._pending) if pending.done()])
-            self._sweep_at = max(_SWEEP_AT_LEAST, 2 * len(self._pending))
-        return handle
-
-    def _forget(self, handle: Handle) -> None:
-        self._pending.discard(handle)

@@ -1,5 +1,7 @@
 #include "group.h"
 
+#include <iterator>
+
 #include "collectives/reduce.h"
 #include "scheduler/solo.h"
 
@@ -51,15 +53,15 @@ Status Group::Check(const Request& request) const {
 Location Group::Locate(const Buffer& buffer, size_t nbytes) {
   if (size_ == 1 || buffer.in != buffer.out || nbytes == 0) return {};
   MutexLock lock(mutex_);
-  for (size_t i = 0; i < segments_.size(); ++i) {
-    const auto segment = segments_[i].lock();
-    if (segment == nullptr || !segment->Contains(buffer.in, nbytes)) continue;
-    return {static_cast<uint32_t>(i + 1), static_cast<uint64_t>(buffer.in - segment->data())};
-  }
-  return {};
+  auto after = segments_.upper_bound(buffer.in);
+  if (after == segments_.begin()) return {};
+  const Owned& owned = std::prev(after)->second;
+  const auto segment = owned.segment.lock();
+  if (segment == nullptr || !segment->Contains(buffer.in, nbytes)) return {};
+  return {owned.number, static_cast<uint64_t>(buffer.in - segment->data())};
 }
 
-Result<std::shared_ptr<Handle>> Group::Submit(Request request, std::vector<Buffer> buffers) {
+Result<std::shared_ptr<Handle>> Group::Submit(Request request, std::vector<Buffer> buffers, Then then) {
   HVD_RETURN_IF_ERROR(Check(request));
   if (request.op == Op::kAllreduce) {
     for (size_t i = 0; i < buffers.size(); ++i) {
@@ -67,9 +69,24 @@ Result<std::shared_ptr<Handle>> Group::Submit(Request request, std::vector<Buffe
       member.where = Locate(buffers[i], member.nbytes());
     }
   }
-  auto handle = std::make_shared<Handle>();
-  HVD_RETURN_IF_ERROR(engine_->Submit({std::move(request), std::move(buffers), handle}));
+  auto shared = std::make_shared<const Request>(std::move(request));
+  auto handle = std::make_shared<Handle>(shared);
+  HVD_RETURN_IF_ERROR(engine_->Submit({std::move(shared), std::move(buffers), handle}, then));
   return handle;
+}
+
+Result<std::shared_ptr<Handle>> Group::Submit(Call call, Then then) {
+  if (call.op == Op::kAllreduce) {
+    size_t nbytes = ItemSize(call.dtype);
+    for (const int64_t extent : call.shape) nbytes *= static_cast<size_t>(extent);
+    call.where = Locate(call.buffer, nbytes);
+  }
+  auto again = engine_->SubmitAgain(call, then);
+  if (!again.ok() || again.value() != nullptr) return again;
+  const std::string name(call.name);
+  const Member member{name, call.dtype, {call.shape.begin(), call.shape.end()}, {}};
+  return Submit({call.op, name, call.reduce, call.prescale, call.postscale, call.root, {member}},
+                {call.buffer}, then);
 }
 
 Result<std::shared_ptr<Segment>> Group::Empty(size_t nbytes) {
@@ -77,8 +94,9 @@ Result<std::shared_ptr<Segment>> Group::Empty(size_t nbytes) {
   auto segment = Segment::Create(nbytes > 0 ? nbytes : 1);
   if (!segment.ok()) return segment.status();
   MutexLock lock(mutex_);
-  segments_.push_back(segment.value());
-  engine_->AddSegment(static_cast<uint32_t>(segments_.size()), segment.value());
+  std::erase_if(segments_, [](const auto& owned) { return owned.second.segment.expired(); });
+  segments_[segment.value()->data()] = {++num_segments_, segment.value()};
+  engine_->AddSegment(num_segments_, segment.value());
   return segment;
 }
 

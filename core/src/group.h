@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -32,7 +33,14 @@ class Group {
 
   // Checks the request on this rank (kInvalid) and hands it to the engine. buffers[i] belongs to
   // request.members[i] and stays valid until the handle is done. Finds out by address what is in the arena.
-  Result<std::shared_ptr<Handle>> Submit(Request request, std::vector<Buffer> buffers);
+  Result<std::shared_ptr<Handle>> Submit(Request request, std::vector<Buffer> buffers,
+                                         Then then = Then::kGoesOn);
+  // The same for one tensor; cheaper when it comes again. `where` is found out here.
+  Result<std::shared_ptr<Handle>> Submit(Call call, Then then);
+  // False if it is not done at the deadline, or interrupt() was true.
+  bool Wait(Handle& handle, Clock::time_point deadline, const Engine::Interrupt& interrupt) {
+    return engine_->Wait(handle, deadline, interrupt);
+  }
 
   // Memory that allreduces in place without copies, on every rank of the host.
   Result<std::shared_ptr<Segment>> Empty(size_t nbytes);
@@ -50,6 +58,11 @@ class Group {
   const Counters& counters() const { return engine_->counters(); }
 
  private:
+  struct Owned {
+    uint32_t number;
+    std::weak_ptr<Segment> segment;
+  };
+
   Group(const Topology& topology, std::unique_ptr<Engine> engine)
       : topology_(topology), rank_(topology.rank), size_(topology.size), engine_(std::move(engine)) {}
   Status Check(const Request& request) const;
@@ -60,7 +73,8 @@ class Group {
   const int size_;
   const std::unique_ptr<Engine> engine_;
   Mutex mutex_;
-  std::vector<std::weak_ptr<Segment>> segments_ GUARDED_BY(mutex_);  // segments_[i] has number i + 1
+  uint32_t num_segments_ GUARDED_BY(mutex_) = 0;
+  std::map<const std::byte*, Owned> segments_ GUARDED_BY(mutex_);  // by their first byte
   std::vector<std::weak_ptr<Plan>> plans_ GUARDED_BY(mutex_);
 };
 

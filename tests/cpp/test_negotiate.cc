@@ -1,5 +1,6 @@
 // Who is ready, what goes together, and what a mismatch says: pure functions, tested without a process.
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <random>
 
@@ -31,7 +32,6 @@ TEST(nothing_is_decided_before_all_ranks_announced) {
   const Round round = negotiator.Decide();
   CHECK_EQ(round.decisions.size(), 1u);
   CHECK(round.decisions[0].mismatch.empty());
-  CHECK_EQ(round.batches.size(), 1u);
   CHECK(negotiator.idle());
 }
 
@@ -122,10 +122,10 @@ TEST(fusion_joins_only_what_may_go_together_and_keeps_to_the_limit) {
       requests.push_back(request);
       decisions.push_back(decision);
     }
-    std::vector<const Request*> pointers;
-    for (const Request& request : requests) pointers.push_back(&request);
+    std::vector<Agreed> agreed;
+    for (size_t i = 0; i < requests.size(); ++i) agreed.push_back({&requests[i], &decisions[i]});
     std::vector<int> seen(requests.size());
-    for (const auto& batch : Fuse(decisions, pointers, limit)) {
+    for (const auto& batch : Fuse(agreed, limit)) {
       CHECK(!batch.empty());
       uint64_t nbytes = 0;
       const Request& first = requests[batch[0].decision];
@@ -143,29 +143,171 @@ TEST(fusion_joins_only_what_may_go_together_and_keeps_to_the_limit) {
   }
 }
 
+// A rank as the scheduler has it, apart from the work: what it submits again it announces by number.
+struct SimulatedRank {
+  struct Mine {
+    Request request;
+  };
+  explicit SimulatedRank(size_t capacity) : known(capacity) {}
+
+  Cache<Mine> known;
+  std::map<std::string, Request> pending;
+  std::map<std::string, bool> by_id;
+  std::deque<Announcement> out;  // to the coordinator, in order
+  std::deque<Round> in;
+  std::map<std::string, int> decided, mismatched;
+
+  void Submit(const Request& request) {
+    const auto* entry = known.Find(request.name);
+    by_id[request.name] = entry != nullptr && Same(entry->value.request, request);
+    pending[request.name] = request;
+    if (by_id[request.name]) {
+      out.push_back({entry->id, {}});
+    } else {
+      out.push_back({kNoId, request});
+    }
+  }
+  static bool Same(const Request& a, const Request& b) {
+    return a.members[0].shape == b.members[0].shape && a.members[0].where == b.members[0].where;
+  }
+  // False if the round is about something that is not pending here.
+  bool Apply(const Round& round) {
+    for (const Decision& decision : round.decisions) {
+      auto* entry = decision.id == kNoId ? nullptr : known.Find(decision.id);
+      if (decision.id != kNoId && entry == nullptr) return false;
+      const std::string name = entry == nullptr ? decision.name : entry->name;
+      const auto found = pending.find(name);
+      if (found == pending.end()) return false;
+      ++decided[name];
+      if (!decision.mismatch.empty()) ++mismatched[name];
+      if (entry != nullptr) {
+        if (!by_id[name]) return false;
+        known.Touch(decision.id);
+      } else if (decision.mismatch.empty()) {
+        known.Add(name, {found->second});
+      }
+      pending.erase(found);
+    }
+    known.Trim([this](const Cache<Mine>::Entry& entry) {
+      const auto found = pending.find(entry.name);
+      if (found == pending.end() || !by_id[entry.name]) return;
+      by_id[entry.name] = false;
+      out.push_back({kNoId, found->second});
+    });
+    return true;
+  }
+};
+
+TEST(what_comes_again_is_decided_once_whatever_is_forgotten_and_however_late_news_are) {
+  std::mt19937 random(21);
+  for (int trial = 0; trial < 400; ++trial) {
+    const int size = 1 + trial % 16;
+    const size_t capacity = 1 + random() % 6;
+    const int names = 1 + static_cast<int>(random() % 8), times = 6;
+    Negotiator negotiator(size, 1 << 20, capacity);
+    std::vector<SimulatedRank> ranks(static_cast<size_t>(size), SimulatedRank(capacity));
+    std::vector<std::map<std::string, int>> submitted(static_cast<size_t>(size));
+    const auto request_of = [&](int rank, int name, int time) {
+      // Now and then another shape, on all ranks or on one of them, or another place.
+      Request request = Allreduce("t" + std::to_string(name), {1 + (time * 7 + name) % 5 / 4});
+      if ((time + name) % 5 == 3 && rank == size - 1 && size > 1) request.members[0].shape = {9};
+      if ((time + rank) % 4 == 0) request.members[0].where = {1, 64};
+      return request;
+    };
+    int left = size * names * times, idle = 0;
+    while (left > 0 && idle < 100'000) {
+      ++idle;
+      const auto rank = static_cast<int>(random() % static_cast<unsigned>(size));
+      SimulatedRank& me = ranks[static_cast<size_t>(rank)];
+      const int name = static_cast<int>(random() % static_cast<unsigned>(names));
+      const std::string text = "t" + std::to_string(name);
+      int& time = submitted[static_cast<size_t>(rank)][text];
+      switch (random() % 4) {
+        case 0:
+          if (time < times && !me.pending.contains(text)) me.Submit(request_of(rank, name, time++));
+          break;
+        case 1:
+          if (me.out.empty()) break;
+          if (me.out.front().id == kNoId) {
+            negotiator.Announce(rank, me.out.front().request, kNow);
+          } else {
+            CHECK(negotiator.Announce(rank, me.out.front().id, kNow));
+          }
+          me.out.pop_front();
+          break;
+        case 2:
+          if (me.in.empty()) break;
+          left -= static_cast<int>(me.in.front().decisions.size());
+          CHECK(me.Apply(me.in.front()));
+          me.in.pop_front();
+          break;
+        case 3: {
+          const Round round = negotiator.Decide();
+          if (round.decisions.empty()) break;
+          for (SimulatedRank& each : ranks) each.in.push_back(round);
+          idle = 0;
+        }
+      }
+    }
+    CHECK_EQ(left, 0);
+    CHECK(negotiator.idle());
+    for (const SimulatedRank& rank : ranks) {
+      CHECK(rank.decided == ranks[0].decided && rank.mismatched == ranks[0].mismatched);
+      CHECK_EQ(rank.known.size() <= capacity, true);
+      for (const auto& [name, count] : rank.decided) CHECK_EQ(count, times);
+      for (int n = 0; n < names && size > 1; ++n) {
+        int expected = 0;
+        for (int t = 0; t < times; ++t) expected += (t + n) % 5 == 3;
+        const auto found = rank.mismatched.find("t" + std::to_string(n));
+        CHECK_EQ(found == rank.mismatched.end() ? 0 : found->second, expected);
+      }
+    }
+  }
+}
+
+TEST(a_number_that_was_never_given_is_noticed) {
+  Negotiator negotiator(2, 1 << 20);
+  CHECK(!negotiator.Announce(1, CacheId{0}, kNow));
+  negotiator.Announce(0, Allreduce("x", {4}), kNow);
+  negotiator.Announce(1, Allreduce("x", {4}), kNow);
+  CHECK_EQ(negotiator.Decide().decisions.size(), 1u);
+  CHECK(negotiator.Announce(1, CacheId{0}, kNow));
+  CHECK(!negotiator.Announce(1, CacheId{1}, kNow));
+  CHECK(!negotiator.Announce(1, kNoId, kNow));
+  CHECK_EQ(negotiator.Waits().size(), 1u);
+  CHECK_EQ(negotiator.Describe(negotiator.Waits()[0]),
+           std::string("allreduce 'x' was submitted by rank 1 but not by rank 0"));
+  CHECK_EQ(negotiator.WaitsFor(0).value(), std::string("x"));
+  negotiator.Announce(0, Allreduce("x", {5}), kNow);
+  CHECK_EQ(negotiator.Decide().decisions[0].mismatch,
+           std::string("x: rank 1 has shape (4,), rank 0 has (5,)"));
+  CHECK(negotiator.idle());
+}
+
 TEST(requests_and_rounds_survive_the_wire_and_damage_is_noticed) {
   Request request = Allreduce("x", {2, 0, 5}, DType::kBFloat16);
   request.members[0].where = {3, 4096};
-  const std::string bytes = Serialize({request, Allreduce("y", {})});
-  const auto parsed = ParseRequests(bytes);
+  const std::string bytes = Serialize({{kNoId, request}, {7, {}}, {kNoId, Allreduce("y", {})}});
+  const auto parsed = ParseAnnouncements(bytes);
   CHECK(parsed.ok());
   CHECK_EQ(Serialize(parsed.value()), bytes);
   Round round;
-  round.decisions.push_back({"x", "", {{1, 2}}, {{{1, 64}, {2, 128}}}});
-  round.decisions.push_back({"y", "they differ", {}, {}});
-  round.batches = {{{0, 0}, {1, 0}}};
+  round.fusion_nbytes = 5;
+  round.decisions.push_back({kNoId, "x", "", {{1, 2}}, {{{1, 64}, {2, 128}}}});
+  round.decisions.push_back({3, "", "", {}, {}});
+  round.decisions.push_back({kNoId, "y", "they differ", {}, {}});
   const std::string round_bytes = Serialize(round);
   CHECK_EQ(Serialize(ParseRound(round_bytes).value()), round_bytes);
-  for (size_t cut = 0; cut < bytes.size(); ++cut) CHECK(!ParseRequests(bytes.substr(0, cut)).ok());
+  for (size_t cut = 0; cut < bytes.size(); ++cut) CHECK(!ParseAnnouncements(bytes.substr(0, cut)).ok());
   for (size_t cut = 0; cut < round_bytes.size(); ++cut) CHECK(!ParseRound(round_bytes.substr(0, cut)).ok());
   const int64_t huge = int64_t{1} << 62;
   for (const auto& shape : std::vector<std::vector<int64_t>>{{-1}, {huge, 4}, {huge, 0}})
-    CHECK(!ParseRequests(Serialize({Allreduce("x", shape)})).ok());
+    CHECK(!ParseAnnouncements(Serialize({{kNoId, Allreduce("x", shape)}})).ok());
   std::mt19937 random(3);
   for (int trial = 0; trial < 2000; ++trial) {  // no crash, no endless allocation
     std::string damaged = bytes;
     damaged[random() % damaged.size()] = static_cast<char>(random());
-    [[maybe_unused]] const bool ok = ParseRequests(damaged).ok();
+    [[maybe_unused]] const bool ok = ParseAnnouncements(damaged).ok();
   }
 }
 

@@ -345,14 +345,16 @@ std::vector<Outcome> AddOver(Links links, int sums) {
     const auto begin = Clock::now();
     for (int i = 0; i < sums && outcome.status.ok(); ++i) {
       std::vector<float> data(3000, 1);
-      auto handle = std::make_shared<Handle>();
       Request request;
       request.name = "x" + std::to_string(i % 3);
       request.members.push_back({request.name, DType::kFloat32, {3000}, {}});
       auto* bytes = reinterpret_cast<std::byte*>(data.data());
-      outcome.status = scheduler.Submit({request, {{bytes, bytes}}, handle});
+      auto shared = std::make_shared<const Request>(request);
+      auto handle = std::make_shared<Handle>(shared);
+      const Then then = i % 2 == 0 ? Then::kWaits : Then::kGoesOn;
+      outcome.status = scheduler.Submit({shared, {{bytes, bytes}}, handle}, then);
       if (!outcome.status.ok()) break;
-      if (!handle->Wait(In(15))) {
+      if (!scheduler.Wait(*handle, In(15), {})) {
         outcome.status = Status(Code::kInvalid, "hangs");
         break;
       }

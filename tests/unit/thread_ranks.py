@@ -64,22 +64,40 @@ def run_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
 
 def _record_calls(group: Group) -> list[str]:
     names: list[str] = []
-    submit = group._submit
-
-    def recording(op: int, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return submit(op, name, *rest)
-
+    native = group._native
     make_plan = group.plan
 
     def recorded_plan(tensors: Any, *, name: str, **options: Any) -> Any:
+        group._native = native
         plan = make_plan(tensors, name=name, **options)
+        group._native = recorded
         assert plan is not None
         return _RecordedPlan(plan, name, names)
 
-    group._submit = recording  # type: ignore[method-assign]
+    recorded: Any = _RecordedNative(native, names)
+    group._native = recorded
     group.plan = recorded_plan  # type: ignore[method-assign]
     return names
+
+
+class _RecordedNative:
+    def __init__(self, native: Any, names: list[str]):
+        self._native, self._names = native, names
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._native, attribute)
+
+    def run(self, op: int, name: str, *rest: Any) -> Any:
+        self._names.append(name)
+        return self._native.run(op, name, *rest)
+
+    def start(self, owner: Any, op: int, name: str, *rest: Any) -> Any:
+        self._names.append(name)
+        return self._native.start(owner, op, name, *rest)
+
+    def start_group(self, owner: Any, op: int, name: str, *rest: Any) -> Any:
+        self._names.append(name)
+        return self._native.start_group(owner, op, name, *rest)
 
 
 class _RecordedPlan:

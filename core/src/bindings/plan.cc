@@ -53,9 +53,10 @@ void WaitFor(Step step) {
   }
 }
 
-std::shared_ptr<Plan> Make(Group& group, const std::string& name, const std::vector<Tensor>& tensors,
+std::shared_ptr<Plan> Make(nb::object self, const std::string& name, const std::vector<Tensor>& tensors,
                            int reduce, double prescale, double postscale, size_t first_nbytes,
                            size_t nbytes) {
+  Group& group = python.group_of(self);
   PlanSpec spec;
   spec.name = name;
   for (const Tensor& tensor : tensors) spec.members.push_back(MakeMember(tensor));
@@ -65,7 +66,7 @@ std::shared_ptr<Plan> Make(Group& group, const std::string& name, const std::vec
   auto offer = group.OfferPlan(std::move(spec));
   python.raise_if_error(offer.status());
   Handle& handle = *offer.value().handle;
-  WaitFor([&](Clock::time_point deadline) { return handle.Wait(deadline); });
+  WaitFor([&](Clock::time_point deadline) { return group.Wait(handle, deadline, {}); });
   python.raise_if_error(handle.status());
   return group.JoinPlan(offer.value());
 }

@@ -8,9 +8,12 @@
 
 namespace hvd {
 
+class Group;
+
 // What all bindings do alike; module.cc has it.
 struct Python {
   void (*raise_if_error)(const Status& status);
+  Group& (*group_of)(nanobind::handle);
   void (*without_gil)(const std::function<void()>& work);
 };
 

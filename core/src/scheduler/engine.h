@@ -1,8 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "scheduler/handle.h"
@@ -17,9 +21,31 @@ struct Buffer {
 };
 
 struct Submission {
-  Request request;
+  std::shared_ptr<const Request> request;
   std::vector<Buffer> buffers;
   std::shared_ptr<Handle> handle;
+};
+
+// A collective on one tensor as its caller has it, without memory of its own.
+struct Call {
+  Op op = Op::kAllreduce;
+  std::string_view name;
+  ReduceOp reduce = ReduceOp::kSum;
+  double prescale = 1;
+  double postscale = 1;
+  int32_t root = 0;
+  DType dtype = DType::kFloat32;
+  std::span<const int64_t> shape;
+  Location where;
+  Buffer buffer;
+
+  bool Is(const Request& request) const {
+    if (request.members.size() != 1) return false;
+    const Member& member = request.members.front();
+    return op == request.op && dtype == member.dtype && std::ranges::equal(shape, member.shape) &&
+           reduce == request.reduce && prescale == request.prescale && postscale == request.postscale &&
+           root == request.root && where == member.where;
+  }
 };
 
 struct Counters {
@@ -29,13 +55,25 @@ struct Counters {
   std::atomic<uint64_t> work_ns{0};        // spent in those runs, waiting for peers included
 };
 
+// How the caller comes back to what it submits: kWaits says that it calls Wait() next, and so needs nobody
+// else to do the work.
+enum class Then : uint8_t { kGoesOn, kWaits };
+
 // What carries out the collectives of a Group: a Scheduler, or Solo for a Group of one. Any thread.
 class Engine {
  public:
+  // Called now and then on the thread that waits; true ends its wait.
+  using Interrupt = std::function<bool()>;
+
   virtual ~Engine() = default;
 
   // A name may be pending once. The buffers stay valid until the handle is done.
-  virtual Status Submit(Submission submission) = 0;
+  virtual Status Submit(Submission submission, Then then) = 0;
+  // Submits what all ranks have agreed on before, cheaply. Null if they have not (or no longer know): then it
+  // is to be submitted in full.
+  virtual Result<std::shared_ptr<Handle>> SubmitAgain(const Call& call, Then then) = 0;
+  // False if it is not done at the deadline, or was interrupted. May do the work on this thread.
+  virtual bool Wait(Handle& handle, Clock::time_point deadline, const Interrupt& interrupt) = 0;
   // Makes `segment` (number > 0, counted by the caller) known to the other ranks, before anything that is
   // submitted later.
   virtual void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) = 0;

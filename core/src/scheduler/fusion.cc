@@ -1,40 +1,53 @@
 #include "scheduler/fusion.h"
 
-#include <map>
-#include <tuple>
+#include <algorithm>
 
 namespace hvd {
+namespace {
 
-std::vector<std::vector<TensorRef>> Fuse(const std::vector<Decision>& decisions,
-                                         const std::vector<const Request*>& requests, size_t fusion_nbytes) {
-  using Key = std::tuple<DType, ReduceOp, double, double, bool>;
-  struct Open {
-    size_t batch;
-    uint64_t nbytes;
-  };
-  std::map<Key, Open> open;
+// A batch that may still take tensors.
+struct Open {
+  const Request* request;
+  DType dtype;
+  bool in_arena;
+  size_t batch;
+  uint64_t nbytes;
+};
+
+}  // namespace
+
+std::vector<std::vector<TensorRef>> Fuse(std::span<const Agreed> round, size_t fusion_nbytes) {
+  std::vector<Open> open;  // a handful of kinds
   std::vector<std::vector<TensorRef>> batches;
-  for (uint32_t d = 0; d < decisions.size(); ++d) {
-    const Request& request = *requests[d];
-    if (!decisions[d].mismatch.empty() || request.op == Op::kBarrier) continue;
+  for (uint32_t d = 0; d < round.size(); ++d) {
+    const Request& request = *round[d].request;
+    const Decision& decision = *round[d].decision;
+    if (!decision.mismatch.empty() || request.op == Op::kBarrier) continue;
     for (uint32_t m = 0; m < request.members.size(); ++m) {
       const Member& member = request.members[m];
-      if (request.op == Op::kPlan && m > 0)
-        break;  // members[0] has the place, and that is all there is to do
+      // members[0] has the place, and that is all there is to do.
+      if (request.op == Op::kPlan && m > 0) break;
       if (request.op != Op::kAllreduce) {
         batches.push_back({{d, m}});
         continue;
       }
-      const Key key{member.dtype, request.reduce, request.prescale, request.postscale,
-                    !decisions[d].places[m].empty()};
-      const auto found = open.find(key);
-      if (found != open.end() && found->second.nbytes + member.nbytes() <= fusion_nbytes) {
-        found->second.nbytes += member.nbytes();
-        batches[found->second.batch].push_back({d, m});
-      } else {
-        open[key] = {batches.size(), member.nbytes()};
-        batches.push_back({{d, m}});
+      const bool in_arena = !decision.places[m].empty();
+      const auto same = std::find_if(open.begin(), open.end(), [&](const Open& o) {
+        return o.dtype == member.dtype && o.in_arena == in_arena && o.request->reduce == request.reduce &&
+               o.request->prescale == request.prescale && o.request->postscale == request.postscale;
+      });
+      if (same != open.end() && same->nbytes + member.nbytes() <= fusion_nbytes) {
+        same->nbytes += member.nbytes();
+        batches[same->batch].push_back({d, m});
+        continue;
       }
+      const Open fresh{&request, member.dtype, in_arena, batches.size(), member.nbytes()};
+      if (same != open.end()) {
+        *same = fresh;
+      } else {
+        open.push_back(fresh);
+      }
+      batches.push_back({{d, m}});
     }
   }
   return batches;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -28,47 +29,59 @@ struct Meeting {
   Clock::duration stall_warn{}, stall_shutdown{};
 };
 
-// A submitted collective. Completed once by the scheduler; waited for by any number of threads.
+// A submitted collective. Completed once by the engine; waited for by any number of threads.
 class Handle {
  public:
-  bool done() const EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    return done_;
-  }
-  // False if it is not done at the deadline.
-  bool Wait(Clock::time_point deadline) const EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    while (!done_) {
-      if (!completed_.WaitUntil(mutex_, deadline) && !done_) return false;
-    }
-    return true;
-  }
+  explicit Handle(std::shared_ptr<const Request> request) : request_(std::move(request)) {}
+
+  const Request& request() const { return *request_; }
+  bool done() const { return done_.load(std::memory_order_acquire); }
   // Of a done handle.
-  Status status() const EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    return status_;
-  }
+  const Status& status() const { return status_; }
   const std::vector<Gathered>& gathered() const { return gathered_; }
   const Meeting& meeting() const { return meeting_; }
 
-  // The scheduler's side: results first, then Complete().
+  // Sleeps until the handle is done, the deadline has passed, or Poke() was called after `pokes` was read.
+  uint32_t pokes() const { return pokes_.load(std::memory_order_acquire); }
+  bool Wait(Clock::time_point deadline, uint32_t pokes) EXCLUDES(mutex_) {
+    if (done()) return true;
+    MutexLock lock(mutex_);
+    // seq_cst pairs with Complete(): either we see done_ or it sees us.
+    waiters_.fetch_add(1, std::memory_order_seq_cst);
+    while (!done_.load(std::memory_order_seq_cst) && pokes_.load(std::memory_order_relaxed) == pokes) {
+      if (!changed_.WaitUntil(mutex_, deadline)) break;
+    }
+    waiters_.fetch_sub(1, std::memory_order_relaxed);
+    return done();
+  }
+  void Poke() EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
+    pokes_.fetch_add(1, std::memory_order_release);
+    changed_.SignalAll();
+  }
+
+  // The engine's side: results first, then Complete().
   std::vector<Gathered>& results() { return gathered_; }
   void SetMeeting(Meeting meeting) { meeting_ = std::move(meeting); }
   void Complete(Status status) EXCLUDES(mutex_) {
-    MutexLock lock(mutex_);
-    if (done_) return;
+    if (done()) return;
     status_ = std::move(status);
-    done_ = true;
-    completed_.SignalAll();
+    done_.store(true, std::memory_order_seq_cst);
+    if (waiters_.load(std::memory_order_seq_cst) == 0) return;
+    MutexLock lock(mutex_);
+    changed_.SignalAll();
   }
 
  private:
-  mutable Mutex mutex_;
-  mutable CondVar completed_;
-  bool done_ GUARDED_BY(mutex_) = false;
-  Status status_ GUARDED_BY(mutex_);
-  std::vector<Gathered> gathered_;  // written before done_, read after
-  Meeting meeting_;                 // likewise
+  const std::shared_ptr<const Request> request_;
+  std::atomic<bool> done_{false};
+  std::atomic<uint32_t> waiters_{0};
+  std::atomic<uint32_t> pokes_{0};
+  Status status_;                   // written before done_, read after
+  std::vector<Gathered> gathered_;  // as well
+  Meeting meeting_;                 // as well
+  Mutex mutex_;
+  CondVar changed_;
 };
 
 }  // namespace hvd

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "scheduler/fusion.h"
-
 namespace hvd {
 namespace {
 
@@ -74,87 +72,200 @@ std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank) {
   return {};
 }
 
-Negotiator::Negotiator(int size, size_t fusion_nbytes) : size_(size), fusion_nbytes_(fusion_nbytes) {}
+Negotiator::Negotiator(int size, size_t fusion_nbytes, size_t cache_capacity)
+    : size_(size), fusion_nbytes_(fusion_nbytes), known_(cache_capacity) {}
 
 void Negotiator::Announce(int rank, Request request, Clock::time_point now) {
-  const std::string name = request.name;
-  Entry& entry = entries_[name];
-  if (entry.by_rank.empty()) {
-    entry.by_rank.resize(static_cast<size_t>(size_));
-    entry.since = now;
+  Entry& entry = EntryOf(request.name, now);
+  Add(entry, rank, std::move(request), kNoId);
+}
+
+bool Negotiator::Announce(int rank, CacheId id, Clock::time_point now) {
+  auto* found = known_.Find(id);
+  if (found == nullptr) return known_.WasGiven(id);
+  Known& known = found->value;
+  if (const auto entry = entries_.find(found->name); entry != entries_.end()) {
+    Add(entry->second, rank, Expand(known, rank), id);
+    return true;
   }
+  if (known.announced[static_cast<size_t>(rank)]) return true;
+  known.announced[static_cast<size_t>(rank)] = true;
+  if (known.count == 0) {
+    known.since = now;
+    ++known_waiting_;
+  }
+  if (++known.count == size_) ready_.push_back({id, {}});
+  return true;
+}
+
+// Where the announcements in full of a name are collected. Ranks that have announced it by its id go along.
+Negotiator::Entry& Negotiator::EntryOf(const std::string& name, Clock::time_point now) {
+  Entry& entry = entries_[name];
+  if (!entry.by_rank.empty()) return entry;
+  entry.by_rank.resize(static_cast<size_t>(size_));
+  entry.ids.resize(static_cast<size_t>(size_), kNoId);
+  entry.since = now;
+  auto* found = known_.Find(name);
+  if (found == nullptr || found->value.count == 0 || found->value.count == size_) return entry;
+  Known& known = found->value;
+  entry.since = known.since;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (known.announced[static_cast<size_t>(rank)]) Add(entry, rank, Expand(known, rank), found->id);
+  }
+  known.announced.assign(static_cast<size_t>(size_), false);
+  known.count = 0;
+  --known_waiting_;
+  return entry;
+}
+
+void Negotiator::Add(Entry& entry, int rank, Request request, CacheId id) {
   auto& slot = entry.by_rank[static_cast<size_t>(rank)];
   if (slot.has_value()) return;
+  const std::string name = request.name;
   slot = std::move(request);
-  if (++entry.announced == size_) ready_.push_back(name);
+  entry.ids[static_cast<size_t>(rank)] = id;
+  if (++entry.announced == size_) ready_.push_back({kNoId, name});
+}
+
+Request Negotiator::Expand(const Known& known, int rank) {
+  Request request = known.request;
+  for (size_t m = 0; m < request.members.size(); ++m) {
+    Member& member = request.members[m];
+    member.where = known.where.empty() ? Location{} : known.where[static_cast<size_t>(rank)][m];
+    if (!known.rows.empty()) member.shape[0] = known.rows[m][static_cast<size_t>(rank)];
+  }
+  return request;
+}
+
+Negotiator::Known Negotiator::Remember(const Entry& entry, const Decision& decision) const {
+  Known known;
+  known.request = *entry.by_rank[0];
+  known.rows = decision.rows;
+  known.announced.resize(static_cast<size_t>(size_));
+  bool in_arena = false;
+  for (const auto& request : entry.by_rank) {
+    auto& where = known.where.emplace_back();
+    for (const Member& member : request->members) {
+      where.push_back(member.where);
+      in_arena = in_arena || member.where.valid();
+    }
+  }
+  if (!in_arena) known.where.clear();
+  return known;
+}
+
+Decision Negotiator::DecideAbout(const Entry& entry, const std::string& name) const {
+  Decision decision;
+  decision.name = name;
+  decision.mismatch = FindMismatch(entry.by_rank);
+  const Request& first = *entry.by_rank[0];
+  const size_t members = decision.mismatch.empty() ? first.members.size() : 0;
+  for (size_t m = 0; m < members; ++m) {
+    std::vector<int64_t> rows;
+    std::vector<Location> places;
+    for (const auto& request : entry.by_rank) {
+      const Member& member = request->members[m];
+      if (first.op == Op::kAllgather) rows.push_back(member.shape[0]);
+      places.push_back(member.where);
+    }
+    const bool in_arena =
+        std::all_of(places.begin(), places.end(), [](const Location& p) { return p.valid(); });
+    if (first.op == Op::kAllgather) decision.rows.push_back(std::move(rows));
+    if (first.op == Op::kAllreduce || first.op == Op::kPlan)
+      decision.places.push_back(in_arena ? std::move(places) : std::vector<Location>());
+  }
+  return decision;
 }
 
 Round Negotiator::Decide() {
   Round round;
-  std::vector<const Request*> requests;
-  for (const std::string& name : ready_) {
-    const Entry& entry = entries_.at(name);
-    Decision decision;
-    decision.name = name;
-    decision.mismatch = FindMismatch(entry.by_rank);
-    const Request& first = *entry.by_rank[0];
-    requests.push_back(&first);
-    const size_t members = decision.mismatch.empty() ? first.members.size() : 0;
-    for (size_t m = 0; m < members; ++m) {
-      std::vector<int64_t> rows;
-      std::vector<Location> places;
-      for (const auto& request : entry.by_rank) {
-        const Member& member = request->members[m];
-        if (first.op == Op::kAllgather) rows.push_back(member.shape[0]);
-        places.push_back(member.where);
-      }
-      const bool in_arena =
-          std::all_of(places.begin(), places.end(), [](const Location& p) { return p.valid(); });
-      if (first.op == Op::kAllgather) decision.rows.push_back(std::move(rows));
-      if (first.op == Op::kAllreduce || first.op == Op::kPlan)
-        decision.places.push_back(in_arena ? std::move(places) : std::vector<Location>());
+  if (ready_.empty()) return round;
+  round.fusion_nbytes = fusion_nbytes_;
+  for (const Ready& ready : ready_) {
+    Decision& decision = round.decisions.emplace_back();
+    if (ready.id != kNoId) {
+      Known& known = known_.Find(ready.id)->value;
+      known.announced.assign(static_cast<size_t>(size_), false);
+      known.count = 0;
+      --known_waiting_;
+      known_.Touch(ready.id);
+      decision.id = ready.id;
+      continue;
     }
-    round.decisions.push_back(std::move(decision));
+    const auto entry = entries_.find(ready.name);
+    decision = DecideAbout(entry->second, ready.name);
+    if (decision.mismatch.empty()) known_.Add(ready.name, Remember(entry->second, decision));
+    entries_.erase(entry);
   }
-  round.batches = Fuse(round.decisions, requests, fusion_nbytes_);
-  for (const std::string& name : ready_) entries_.erase(name);
   ready_.clear();
+  known_.Trim([this](const Cache<Known>::Entry& entry) { Forget(entry); });
   return round;
+}
+
+// Who has announced by an id that is now forgotten announces in full when it learns of this round.
+void Negotiator::Forget(const Cache<Known>::Entry& forgotten) {
+  if (forgotten.value.count > 0) --known_waiting_;
+  const auto entry = entries_.find(forgotten.name);
+  if (entry == entries_.end()) return;
+  for (size_t rank = 0; rank < entry->second.ids.size(); ++rank) {
+    if (entry->second.ids[rank] != forgotten.id) continue;
+    entry->second.ids[rank] = kNoId;
+    entry->second.by_rank[rank].reset();
+    --entry->second.announced;
+  }
+  if (entry->second.announced == 0) entries_.erase(entry);
 }
 
 std::vector<Negotiator::Waiting> Negotiator::Waits() const {
   std::vector<Waiting> waits;
+  const auto add = [&](const std::string& name, Clock::time_point since, const auto& has_announced) {
+    Waiting waiting{name, since, {}, {}};
+    for (int rank = 0; rank < size_; ++rank)
+      (has_announced(static_cast<size_t>(rank)) ? waiting.announced : waiting.missing).push_back(rank);
+    waits.push_back(std::move(waiting));
+  };
   for (const auto& [name, entry] : entries_) {
     if (entry.announced == size_) continue;
-    Waiting waiting{name, entry.since, {}, {}};
-    for (int rank = 0; rank < size_; ++rank) {
-      (entry.by_rank[static_cast<size_t>(rank)] ? waiting.announced : waiting.missing).push_back(rank);
-    }
-    waits.push_back(std::move(waiting));
+    add(name, entry.since, [&](size_t rank) { return entry.by_rank[rank].has_value(); });
   }
+  if (known_waiting_ == 0) return waits;
+  known_.ForEach([&](const Cache<Known>::Entry& entry) {
+    const Known& known = entry.value;
+    if (known.count == 0 || known.count == size_) return;
+    add(entry.name, known.since, [&](size_t rank) { return known.announced[rank]; });
+  });
   return waits;
 }
 
 std::optional<std::string> Negotiator::WaitsFor(int rank) const {
-  for (const auto& [name, entry] : entries_) {
-    if (!entry.by_rank[static_cast<size_t>(rank)]) return name;
+  for (const Waiting& waiting : Waits()) {
+    if (std::find(waiting.missing.begin(), waiting.missing.end(), rank) != waiting.missing.end())
+      return waiting.name;
   }
   return std::nullopt;
 }
 
+std::string Negotiator::WaitsIn(int rank) const {
+  for (const Waiting& waiting : Waits()) {
+    if (std::find(waiting.announced.begin(), waiting.announced.end(), rank) != waiting.announced.end())
+      return waiting.name;
+  }
+  return {};
+}
+
 std::string Negotiator::Describe(const Waiting& waiting) const {
-  const Entry& entry = entries_.at(waiting.name);
-  const Request& request = *entry.by_rank[static_cast<size_t>(waiting.announced.front())];
-  std::string text = std::string(Name(request.op)) + " '" + waiting.name + "' was submitted by " +
+  Op op = Op::kAllreduce;
+  if (const auto entry = entries_.find(waiting.name); entry != entries_.end()) {
+    op = entry->second.by_rank[static_cast<size_t>(waiting.announced.front())]->op;
+  } else if (const auto* known = known_.Find(waiting.name); known != nullptr) {
+    op = known->value.request.op;
+  }
+  std::string text = std::string(Name(op)) + " '" + waiting.name + "' was submitted by " +
                      RanksText(waiting.announced) + " but not by ";
   for (size_t i = 0; i < waiting.missing.size(); ++i) {
     const int rank = waiting.missing[i];
     text += (i == 0 ? "" : ", ") + RanksText({rank});
-    for (const auto& [name, other] : entries_) {
-      if (!other.by_rank[static_cast<size_t>(rank)]) continue;
-      text += " (which waits in '" + name + "')";
-      break;
-    }
+    if (const std::string other = WaitsIn(rank); !other.empty()) text += " (which waits in '" + other + "')";
   }
   return text;
 }

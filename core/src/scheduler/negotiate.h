@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "scheduler/cache.h"
 #include "scheduler/request.h"
 
 namespace hvd {
@@ -13,13 +14,18 @@ namespace hvd {
 // (rank 0). No I/O and no clock of its own: the same announcements give the same decisions.
 class Negotiator {
  public:
-  Negotiator(int size, size_t fusion_nbytes);
+  Negotiator(int size, size_t fusion_nbytes, size_t cache_capacity = kCacheCapacity);
 
   // `rank` has submitted `request` at `now`. It announces a name again only after that name was decided.
   void Announce(int rank, Request request, Clock::time_point now);
+  // `rank` has submitted again what all ranks agreed on as `id`. If that is forgotten already, the rank will
+  // see it in a round and announce in full. False if there never was such an id.
+  bool Announce(int rank, CacheId id, Clock::time_point now);
 
   // Everything that all ranks have announced since the last call, in the order in which it got complete.
   Round Decide();
+
+  bool has_ready() const { return !ready_.empty(); }
 
   // A name that some ranks have announced and others have not.
   struct Waiting {
@@ -29,7 +35,7 @@ class Negotiator {
     std::vector<int> missing;
   };
   std::vector<Waiting> Waits() const;
-  bool idle() const { return entries_.empty(); }  // nothing is announced and undecided
+  bool idle() const { return entries_.empty() && known_waiting_ == 0; }  // nothing is announced and undecided
   // The first name that waits for `rank`.
   std::optional<std::string> WaitsFor(int rank) const;
 
@@ -37,16 +43,42 @@ class Negotiator {
   std::string Describe(const Waiting& waiting) const;
 
  private:
+  // A name that some rank has announced in full.
   struct Entry {
     std::vector<std::optional<Request>> by_rank;
+    std::vector<CacheId> ids;  // kNoId where a rank announced in full
     int announced = 0;
     Clock::time_point since;
   };
+  // What was agreed on, and who has announced it again by its id.
+  struct Known {
+    Request request;                           // rank 0's
+    std::vector<std::vector<Location>> where;  // [rank][member]; empty if nothing lies in the arena
+    std::vector<std::vector<int64_t>> rows;    // [member][rank], of an allgather
+    std::vector<bool> announced;
+    int count = 0;
+    Clock::time_point since;
+  };
+  struct Ready {
+    CacheId id;
+    std::string name;  // if id is kNoId
+  };
+
+  Entry& EntryOf(const std::string& name, Clock::time_point now);
+  void Add(Entry& entry, int rank, Request request, CacheId id);
+  static Request Expand(const Known& known, int rank);
+  Known Remember(const Entry& entry, const Decision& decision) const;
+  Decision DecideAbout(const Entry& entry, const std::string& name) const;
+  void Forget(const Cache<Known>::Entry& forgotten);
+  // The name that `rank` has announced and waits in; empty if there is none.
+  std::string WaitsIn(int rank) const;
 
   const int size_;
   const size_t fusion_nbytes_;
   std::map<std::string, Entry> entries_;
-  std::vector<std::string> ready_;
+  Cache<Known> known_;
+  int known_waiting_ = 0;  // entries of known_ that some ranks have announced
+  std::vector<Ready> ready_;
 };
 
 // Why the requests of the ranks under one name do not go together; empty if they do.

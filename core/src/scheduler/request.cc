@@ -63,10 +63,13 @@ const char* Name(Op op) {
   return "?";
 }
 
-std::string Serialize(const std::vector<Request>& requests) {
+std::string Serialize(const std::vector<Announcement>& announcements) {
   Writer out;
-  out.Put(static_cast<uint32_t>(requests.size()));
-  for (const Request& request : requests) {
+  out.Put(static_cast<uint32_t>(announcements.size()));
+  for (const Announcement& announcement : announcements) {
+    out.Put(announcement.id);
+    if (announcement.id != kNoId) continue;
+    const Request& request = announcement.request;
     out.Put(request.op);
     out.PutString(request.name);
     out.Put(request.reduce);
@@ -84,11 +87,14 @@ std::string Serialize(const std::vector<Request>& requests) {
   return out.Take();
 }
 
-Result<std::vector<Request>> ParseRequests(std::string_view bytes) {
+Result<std::vector<Announcement>> ParseAnnouncements(std::string_view bytes) {
   Reader in(bytes);
   bool sane = true;
-  std::vector<Request> requests(in.GetCount());
-  for (Request& request : requests) {
+  std::vector<Announcement> announcements(in.GetCount());
+  for (Announcement& announcement : announcements) {
+    announcement.id = in.Get<CacheId>();
+    if (announcement.id != kNoId) continue;
+    Request& request = announcement.request;
     request.op = in.Get<Op>();
     request.name = in.GetString();
     request.reduce = in.Get<ReduceOp>();
@@ -105,13 +111,16 @@ Result<std::vector<Request>> ParseRequests(std::string_view bytes) {
     sane = sane && Makes(request);
   }
   if (!in.AtEnd() || !sane) return Status(Code::kPeerLost, "it sent a broken announcement");
-  return requests;
+  return announcements;
 }
 
 std::string Serialize(const Round& round) {
   Writer out;
+  out.Put(round.fusion_nbytes);
   out.Put(static_cast<uint32_t>(round.decisions.size()));
   for (const Decision& decision : round.decisions) {
+    out.Put(decision.id);
+    if (decision.id != kNoId) continue;
     out.PutString(decision.name);
     out.PutString(decision.mismatch);
     out.Put(static_cast<uint32_t>(decision.rows.size()));
@@ -122,22 +131,17 @@ std::string Serialize(const Round& round) {
       for (const Location& place : places) Put(out, place);
     }
   }
-  out.Put(static_cast<uint32_t>(round.batches.size()));
-  for (const auto& batch : round.batches) {
-    out.Put(static_cast<uint32_t>(batch.size()));
-    for (const TensorRef& tensor : batch) {
-      out.Put(tensor.decision);
-      out.Put(tensor.member);
-    }
-  }
   return out.Take();
 }
 
 Result<Round> ParseRound(std::string_view bytes) {
   Reader in(bytes);
   Round round;
+  round.fusion_nbytes = in.Get<uint64_t>();
   round.decisions.resize(in.GetCount());
   for (Decision& decision : round.decisions) {
+    decision.id = in.Get<CacheId>();
+    if (decision.id != kNoId) continue;
     decision.name = in.GetString();
     decision.mismatch = in.GetString();
     decision.rows.resize(in.GetCount());
@@ -146,14 +150,6 @@ Result<Round> ParseRound(std::string_view bytes) {
     for (auto& places : decision.places) {
       places.resize(in.GetCount());
       for (Location& place : places) place = GetLocation(in);
-    }
-  }
-  round.batches.resize(in.GetCount());
-  for (auto& batch : round.batches) {
-    batch.resize(in.GetCount());
-    for (TensorRef& tensor : batch) {
-      tensor.decision = in.Get<uint32_t>();
-      tensor.member = in.Get<uint32_t>();
     }
   }
   if (!in.AtEnd()) return Status(Code::kPeerLost, "it sent a broken decision");

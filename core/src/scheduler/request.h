@@ -43,8 +43,19 @@ struct Request {
   std::vector<Member> members;
 };
 
+// Stands for what the ranks have agreed on before (scheduler/cache.h).
+using CacheId = uint32_t;
+inline constexpr CacheId kNoId = ~0u;
+
+// How a rank says that it is ready: by number if all ranks have agreed on just this before, else in full.
+struct Announcement {
+  CacheId id = kNoId;
+  Request request;  // if id is kNoId
+};
+
 // What the coordinator decided about a name that all ranks have announced.
 struct Decision {
+  CacheId id = kNoId;  // not kNoId: as agreed before, and the rest is empty
   std::string name;
   std::string mismatch;  // not empty: nothing is done, and this is why
   // Allgather only: first extents, [member][rank].
@@ -54,22 +65,16 @@ struct Decision {
   std::vector<std::vector<Location>> places;
 };
 
-// A tensor of a round.
-struct TensorRef {
-  uint32_t decision = 0;
-  uint32_t member = 0;
-};
-
-// The decisions of one moment and the fused batches to run for them, in one order for all ranks.
+// The decisions of one moment, in one order for all ranks; Fuse() says which fused batches they make.
 struct Round {
+  uint64_t fusion_nbytes = 0;  // the coordinator's
   std::vector<Decision> decisions;
-  std::vector<std::vector<TensorRef>> batches;
 };
 
-std::string Serialize(const std::vector<Request>& requests);
+std::string Serialize(const std::vector<Announcement>& announcements);
 std::string Serialize(const Round& round);
 // kPeerLost text if the bytes are not what Serialize wrote.
-Result<std::vector<Request>> ParseRequests(std::string_view bytes);
+Result<std::vector<Announcement>> ParseAnnouncements(std::string_view bytes);
 Result<Round> ParseRound(std::string_view bytes);
 
 }  // namespace hvd

@@ -1,27 +1,69 @@
+// Who works when: threads that wait, and the Scheduler's own.
 #include "scheduler/scheduler.h"
 
+#include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <new>
+#include <cerrno>
+#include <ctime>
 
-#include "base/log.h"
 #include "transport/wire.h"
 
 namespace hvd {
 namespace {
 
+// How a thread that waits for a handle goes from awake to asleep: what comes within microseconds is found by
+// looking, as long as there is a CPU for each rank; the yields leave the CPU to ranks that have work.
+constexpr int kSpins = 50;
+constexpr auto kYieldFor = std::chrono::microseconds(150);
+constexpr int kYieldsPerPoll = 8;
+// The Scheduler's own thread gives way sooner: the program may be computing on this CPU.
+constexpr int kYields = 10;
+// It lets a burst of submissions come in before it looks, so that they are announced and fused together, and
+// so that a caller who waits right after submitting finds the baton free.
+constexpr auto kNap = std::chrono::microseconds(50);
+// As long as threads of the program keep taking the baton, it looks this often whether they still do.
+constexpr auto kParked = std::chrono::milliseconds(20);
+// Longest sleep of a coordinator, which looks for stalls, and of everybody else.
 constexpr auto kStallCheckEvery = std::chrono::milliseconds(250);
 constexpr auto kIdle = std::chrono::seconds(60);
+// While words wait for room in a mailbox; nobody says when there is.
+constexpr auto kFullMailbox = std::chrono::milliseconds(1);
 // How long a dying or closing rank tries to tell the others why.
 constexpr auto kLastWords = std::chrono::milliseconds(500);
 
-std::string SecondsText(Clock::duration duration) {
-  return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";
+void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
 }
+
+void Ring(int event_fd) {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(event_fd, &one, sizeof one);
+}
+
+void Drain(int event_fd) {
+  uint64_t count;
+  [[maybe_unused]] const ssize_t got = ::read(event_fd, &count, sizeof count);
+}
+
+// Sleeps until a descriptor is readable; errno tells EINTR. poll(2) counts milliseconds, which is too coarse
+// for nothing here.
+int PollUntil(pollfd* fds, nfds_t count, Clock::time_point until) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+  return ::poll(fds, count, static_cast<int>(std::clamp<int64_t>(left, 0, 60'000)));
+}
+
+bool Has(const Submission& submission) { return submission.handle != nullptr; }
 
 }  // namespace
 
@@ -29,6 +71,7 @@ Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
                      std::unique_ptr<Exchange> exchange, std::unique_ptr<Arena> arena, DataLinks links)
     : options_(options),
       topology_(topology),
+      spins_(HasCpusFor(topology.local_size()) ? kSpins : 1),
       exchange_(std::move(exchange)),
       arena_(std::move(arena)),
       collectives_(
@@ -36,9 +79,15 @@ Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
           options.collectives),
       plan_links_(std::move(links.plan)),
       negotiator_(options.size, options.fusion_nbytes),
+      fusion_nbytes_(options.fusion_nbytes),
+      next_poll_(Clock::now()),
       next_stall_check_(Clock::now() + kStallCheckEvery),
+      known_(kCacheCapacity),
       death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      bell_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       pid_(::getpid()) {
+  if (topology.hosts() == 1 && options.size <= Mailboxes::kMostRanks)
+    mailboxes_ = std::make_unique<Mailboxes>(*arena_);
   // Signals are for the threads of the program.
   sigset_t all, before;
   ::sigfillset(&all);
@@ -49,25 +98,106 @@ Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
 
 Scheduler::~Scheduler() { Close(); }
 
-Status Scheduler::Submit(Submission submission) {
+// -- what other threads call ------------------------------------------------------------------------------
+
+Status Scheduler::Submit(Submission submission, Then then) {
   {
     MutexLock lock(mutex_);
     if (!dead_.ok()) return dead_;
     if (close_) return Status(Code::kShutdown, "the Group is closed");
-    const std::string name = submission.request.name;
-    if (!pending_.emplace(name, std::move(submission)).second) {
+    const std::string& name = submission.request->name;
+    const auto* known = known_.Find(name);
+    if ((known != nullptr && Has(known->value.pending)) || pending_.contains(name)) {
       return Status(Code::kInvalid,
                     "'" + name + "' was submitted before and is not done yet; a name can be pending once");
     }
     submitted_.push_back(name);
+    num_pending_.fetch_add(1, std::memory_order_relaxed);
+    pending_.emplace(name, std::move(submission));
   }
-  exchange_->Wake();
+  NewsFor(then);
   return Status::Ok();
+}
+
+Result<std::shared_ptr<Handle>> Scheduler::SubmitAgain(const Call& call, Then then) {
+  std::shared_ptr<Handle> handle;
+  {
+    MutexLock lock(mutex_);
+    auto* entry = known_.Find(call.name);
+    if (entry == nullptr || !dead_.ok() || close_) return handle;
+    Known& known = entry->value;
+    // Pending already, also in full: Submit() says so.
+    if (Has(known.pending) || !call.Is(*known.request)) return handle;
+    if (!pending_.empty() && pending_.contains(entry->name)) return handle;
+    handle = std::make_shared<Handle>(known.request);
+    known.pending.buffers.assign(1, call.buffer);
+    known.pending.handle = handle;
+    known.announced = false;
+    submitted_ids_.push_back(entry->id);
+    num_pending_.fetch_add(1, std::memory_order_relaxed);
+  }
+  NewsFor(then);
+  return handle;
+}
+
+// Lets the thread that works know that something was submitted, and wakes one if nobody is about to work.
+void Scheduler::NewsFor(Then then) {
+  news_.store(true, std::memory_order_seq_cst);
+  if (dozing_.load(std::memory_order_seq_cst)) return exchange_->Wake();
+  if (then == Then::kGoesOn && !driving_.load(std::memory_order_seq_cst)) RingBell();
+}
+
+bool Scheduler::Wait(Handle& handle, Clock::time_point deadline, const Interrupt& interrupt) {
+  // A batch cannot be left in the middle, so who must be gone at a deadline leaves the work to the thread.
+  const bool works = interrupt != nullptr || deadline == Clock::time_point::max();
+  if (!works && news_.load(std::memory_order_seq_cst) && !driving_.load(std::memory_order_seq_cst))
+    RingBell();
+  for (;;) {
+    if (handle.done()) return true;
+    if (!works) return handle.Wait(deadline, handle.pokes());
+    if (!ending_.load(std::memory_order_acquire) && baton_.TryLock()) {
+      driving_.store(true, std::memory_order_seq_cst);
+      drives_.fetch_add(1, std::memory_order_relaxed);
+      interrupt_ = interrupt ? &interrupt : nullptr;
+      const bool undisturbed = Drive(handle, deadline);
+      interrupt_ = nullptr;
+      driving_.store(false, std::memory_order_seq_cst);
+      baton_.Unlock();
+      HandOver();
+      if (!undisturbed && !handle.done()) return false;
+    } else {
+      WaitForOthers(handle, deadline);
+    }
+    if (!handle.done() && Clock::now() >= deadline) return false;
+  }
+}
+
+// Another thread has the baton: sleeps until that one has done it or has handed over to this one.
+void Scheduler::WaitForOthers(Handle& handle, Clock::time_point deadline) {
+  const uint32_t pokes = handle.pokes();
+  {
+    MutexLock lock(mutex_);
+    waiting_.push_back(&handle);
+    num_waiting_.store(static_cast<int>(waiting_.size()), std::memory_order_seq_cst);
+  }
+  // Once more, so that either who gives the baton back sees us, or we see that it is free.
+  if (!ending_.load(std::memory_order_acquire) && baton_.TryLock()) {
+    baton_.Unlock();
+  } else {
+    handle.Wait(deadline, pokes);
+  }
+  {
+    MutexLock lock(mutex_);
+    waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &handle));
+    num_waiting_.store(static_cast<int>(waiting_.size()), std::memory_order_seq_cst);
+  }
+  if (handle.done()) HandOver();  // perhaps it was handed to us
 }
 
 void Scheduler::AddSegment(uint32_t number, std::shared_ptr<Segment> segment) {
   MutexLock lock(mutex_);
   new_segments_.emplace_back(number, std::move(segment));
+  news_.store(true, std::memory_order_seq_cst);
 }
 
 void Scheduler::Abort(const std::string& reason) {
@@ -77,7 +207,9 @@ void Scheduler::Abort(const std::string& reason) {
     abort_ = true;
     abort_reason_ = reason;
   }
+  ending_.store(true, std::memory_order_seq_cst);
   exchange_->Wake();
+  Ring(bell_.get());
 }
 
 void Scheduler::Close() {
@@ -90,7 +222,9 @@ void Scheduler::Close() {
     MutexLock lock(mutex_);
     close_ = true;
   }
+  ending_.store(true, std::memory_order_seq_cst);
   exchange_->Wake();
+  Ring(bell_.get());
   if (thread_.joinable()) thread_.join();
 }
 
@@ -99,388 +233,182 @@ Status Scheduler::status() const {
   return dead_;
 }
 
+// -- with the baton ---------------------------------------------------------------------------------------
+
+// Works until the handle is done, the deadline has passed, or the Group is ending. False: a signal came.
+bool Scheduler::Drive(const Handle& handle, Clock::time_point deadline) {
+  if (mailboxes_ != nullptr) mailboxes_->SetAsleep(false);
+  int idle = 0;
+  bool poll = Clock::now() >= next_poll_;
+  Clock::time_point idle_since;
+  while (!handle.done() && !ending_.load(std::memory_order_acquire)) {
+    auto happened = Turn(poll);
+    if (!happened.ok()) {
+      Fail(happened.status());
+      return true;
+    }
+    poll = false;
+    if (happened.value()) {
+      idle = 0;
+      continue;
+    }
+    if (++idle <= spins_) {
+      Pause();
+      continue;
+    }
+    const auto now = Clock::now();
+    if (now >= deadline) return true;
+    if (idle == spins_ + 1) idle_since = now;
+    if (now - idle_since < kYieldFor) {
+      poll = (idle - spins_) % kYieldsPerPoll == 1;
+      ::sched_yield();
+      continue;
+    }
+    poll = true;
+    if (!Doze(deadline)) return false;
+  }
+  return true;
+}
+
+bool Scheduler::HasNews() {
+  return news_.load(std::memory_order_seq_cst) || ending_.load(std::memory_order_seq_cst) ||
+         (mailboxes_ != nullptr && mailboxes_->HasNews());
+}
+
+// Sleeps with the baton until something comes. False if a signal came.
+bool Scheduler::Doze(Clock::time_point until) {
+  until = std::min({until, exchange_->next_beat(), Clock::now() + kStallCheckEvery});
+  if (!unannounced_.empty()) until = std::min(until, Clock::now() + kFullMailbox);
+  dozing_.store(true, std::memory_order_seq_cst);
+  if (mailboxes_ != nullptr) mailboxes_->SetAsleep(true);
+  bool interrupted = false;
+  if (!HasNews()) {
+    pollfd links{exchange_->wait_fd(), POLLIN, 0};
+    interrupted = PollUntil(&links, 1, until) < 0 && errno == EINTR;
+  }
+  if (mailboxes_ != nullptr) mailboxes_->SetAsleep(false);
+  dozing_.store(false, std::memory_order_seq_cst);
+  return !interrupted;
+}
+
+// The baton is free again: somebody goes on with what is not done.
+void Scheduler::HandOver() {
+  if (num_waiting_.load(std::memory_order_seq_cst) > 0) {
+    MutexLock lock(mutex_);
+    if (!waiting_.empty()) return waiting_.front()->Poke();
+  }
+  if (num_pending_.load(std::memory_order_seq_cst) == 0) return;
+  handed_over_.store(true, std::memory_order_seq_cst);
+  RingBell();
+}
+
+void Scheduler::RingBell() {
+  if (asleep_.exchange(false, std::memory_order_seq_cst)) Ring(bell_.get());
+}
+
+// -- the thread -------------------------------------------------------------------------------------------
+
 void Scheduler::Run() {
   ::pthread_setname_np(::pthread_self(), "hvd");
-  if (Status status = RunUntilClosed(); !status.ok()) return Die(status, true);
+  ::prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // naps are short
+  bool parked = false;
+  uint64_t drives = 0;
+  auto due = Clock::now();
+  while (!ending_.load(std::memory_order_acquire)) {
+    if (SleepUntilNews(due, parked)) {
+      const timespec nap{0, std::chrono::nanoseconds(kNap).count()};
+      ::nanosleep(&nap, nullptr);
+    }
+    if (ending_.load(std::memory_order_acquire)) break;
+    if (!baton_.TryLock()) {
+      parked = true;
+      continue;
+    }
+    const Status status = RunUntilQuiet();
+    const bool quick = negotiator_.idle() && (mailboxes_ == nullptr || !IsCoordinator());
+    due =
+        std::min(exchange_->next_beat(), Clock::now() + (quick ? Clock::duration(kIdle) : kStallCheckEvery));
+    if (!unannounced_.empty()) due = std::min(due, Clock::now() + kFullMailbox);
+    baton_.Unlock();
+    if (!status.ok()) Fail(status);
+    if (num_waiting_.load(std::memory_order_seq_cst) > 0) HandOver();
+    const uint64_t now = drives_.load(std::memory_order_relaxed);
+    parked = now != drives;
+    drives = now;
+  }
+  baton_.Lock();
+  End();
+  baton_.Unlock();
+}
+
+// True if it was the bell. Parked: threads of the program look after the links.
+bool Scheduler::SleepUntilNews(Clock::time_point due, bool parked) {
+  asleep_.store(true, std::memory_order_seq_cst);
+  bool rung = handed_over_.exchange(false, std::memory_order_seq_cst) ||
+              ending_.load(std::memory_order_seq_cst) ||
+              (news_.load(std::memory_order_seq_cst) && !driving_.load(std::memory_order_seq_cst));
+  if (!rung) {
+    pollfd fds[] = {{bell_.get(), POLLIN, 0}, {exchange_->wait_fd(), POLLIN, 0}};
+    PollUntil(fds, parked ? 1 : 2, parked ? Clock::now() + kParked : due);
+    rung = (fds[0].revents & POLLIN) != 0;
+  }
+  asleep_.store(false, std::memory_order_seq_cst);
+  if (rung) Drain(bell_.get());
+  handed_over_.store(false, std::memory_order_seq_cst);
+  return rung;
+}
+
+// Works until there is nothing to do, or nothing to be done before news come, or another thread waits.
+Status Scheduler::RunUntilQuiet() {
+  if (mailboxes_ != nullptr) mailboxes_->SetAsleep(false);
+  bool poll = true;
+  for (int idle = 0; !ending_.load(std::memory_order_acquire);) {
+    auto happened = Turn(poll);
+    if (!happened.ok()) return happened.status();
+    poll = false;
+    if (happened.value()) {
+      idle = 0;
+      continue;
+    }
+    if (num_pending_.load(std::memory_order_seq_cst) == 0) break;
+    if (num_waiting_.load(std::memory_order_seq_cst) > 0) break;
+    if (++idle <= kYields) {
+      ::sched_yield();
+      continue;
+    }
+    if (mailboxes_ == nullptr) break;
+    mailboxes_->SetAsleep(true);
+    if (!HasNews()) break;
+    mailboxes_->SetAsleep(false);
+  }
+  return Status::Ok();
+}
+
+// To be ended by the thread.
+void Scheduler::Fail(const Status& status) {
+  {
+    MutexLock lock(mutex_);
+    if (failure_.ok()) failure_ = status;
+  }
+  ending_.store(true, std::memory_order_seq_cst);
+  Ring(bell_.get());
+}
+
+void Scheduler::End() {
+  Status reason;
+  {
+    MutexLock lock(mutex_);
+    reason = failure_;
+    // Before close_: the peers must hear the reason also when the Group is closed right after.
+    if (reason.ok() && abort_) reason = Status(Code::kAborted, abort_reason_);
+  }
+  if (!reason.ok()) return Die(reason, true);
   exchange_->PostAll(FrameKind::kBye, {});
   exchange_->Linger(Clock::now() + kLastWords);
   Die(Status(Code::kShutdown, "the Group is closed"), false);
 }
 
-Status Scheduler::RunUntilClosed() {
-  for (;;) {
-    {
-      MutexLock lock(mutex_);
-      // Before close_: the peers must hear the reason also when the Group is closed right after.
-      if (abort_) return Status(Code::kAborted, abort_reason_);
-      if (close_) return Status::Ok();
-    }
-    HVD_RETURN_IF_ERROR(Step());
-  }
-}
-
-// One turn: wait for news, announce, decide, run what was decided.
-Status Scheduler::Step() {
-  const auto patience = negotiator_.idle() ? Clock::duration(kIdle) : Clock::duration(kStallCheckEvery);
-  exchange_->Poll(HasSubmissions() ? Clock::now() : Clock::now() + patience);
-  HVD_RETURN_IF_ERROR(TakeSubmissions());
-  HVD_RETURN_IF_ERROR(HandleFrames());
-  Decide();
-  while (!rounds_.empty()) {
-    const Round round = std::move(rounds_.front());
-    rounds_.pop_front();
-    HVD_RETURN_IF_ERROR(Execute(round));
-  }
-  HVD_RETURN_IF_ERROR(CheckPeers());
-  return CheckStalls();
-}
-
-// What was submitted while a batch ran: Tick() may have taken its Wake().
-bool Scheduler::HasSubmissions() {
-  MutexLock lock(mutex_);
-  return !submitted_.empty();
-}
-
-Status Scheduler::TakeSubmissions() {
-  std::vector<Request> requests;
-  std::vector<std::pair<uint32_t, std::shared_ptr<Segment>>> segments;
-  {
-    MutexLock lock(mutex_);
-    if (abort_) return Status(Code::kAborted, abort_reason_);
-    for (const std::string& name : submitted_) requests.push_back(pending_.at(name).request);
-    submitted_.clear();
-    segments.swap(new_segments_);
-  }
-  for (auto& [number, segment] : segments) {
-    Writer payload;
-    payload.Put(number);
-    payload.Put(static_cast<uint64_t>(segment->nbytes()));
-    exchange_->PostHost(FrameKind::kSegment, payload.Take(), segment->fd());
-    HVD_RETURN_IF_ERROR(arena_->AddSegment(topology_.local_rank, number, std::move(segment)));
-  }
-  if (requests.empty()) return Status::Ok();
-  if (!IsCoordinator()) {
-    exchange_->Post(0, FrameKind::kAnnounce, Serialize(requests));
-    return Status::Ok();
-  }
-  for (Request& request : requests) negotiator_.Announce(0, std::move(request), Clock::now());
-  return Status::Ok();
-}
-
-Status Scheduler::HandleFrames() {
-  while (std::optional<Frame> frame = exchange_->Next()) {
-    const std::string from = "rank " + std::to_string(frame->peer);
-    const bool from_coordinator = frame->peer == 0;
-    if ((frame->kind == FrameKind::kAnnounce && !IsCoordinator()) ||
-        (frame->kind == FrameKind::kDecide && !from_coordinator)) {
-      return Status(Code::kPeerLost, from + " sent what only goes to or comes from rank 0");
-    }
-    switch (frame->kind) {
-      case FrameKind::kAnnounce: {
-        auto requests = ParseRequests(frame->payload);
-        if (!requests.ok()) return requests.status().Prepend(from);
-        for (Request& request : requests.value())
-          negotiator_.Announce(frame->peer, std::move(request), Clock::now());
-        break;
-      }
-      case FrameKind::kDecide: {
-        auto round = ParseRound(frame->payload);
-        if (!round.ok()) return round.status().Prepend(from);
-        rounds_.push_back(std::move(round).value());
-        break;
-      }
-      case FrameKind::kSegment: {
-        Reader in(frame->payload);
-        const auto number = in.Get<uint32_t>();
-        const auto nbytes = in.Get<uint64_t>();
-        auto segment = Segment::Map(std::move(frame->fd), nbytes);
-        if (!segment.ok()) return segment.status().Prepend(from);
-        HVD_RETURN_IF_ERROR(
-            arena_->AddSegment(topology_.LocalRankOf(frame->peer), number, std::move(segment).value()));
-        break;
-      }
-      case FrameKind::kAbort: {
-        Reader in(frame->payload);
-        const auto code = static_cast<Code>(in.Get<uint8_t>());
-        return Status(code == Code::kOk ? Code::kAborted : code, in.GetString());
-      }
-      case FrameKind::kBye:
-      case FrameKind::kBeat:
-        break;
-    }
-  }
-  return Status::Ok();
-}
-
-void Scheduler::Decide() {
-  if (!IsCoordinator()) return;
-  Round round = negotiator_.Decide();
-  if (round.decisions.empty()) return;
-  exchange_->PostAll(FrameKind::kDecide, Serialize(round));
-  rounds_.push_back(std::move(round));
-}
-
-// Called while a step of the arena is awaited: frames move on, and a lost peer or an abort ends the wait.
-Status Scheduler::Tick(int awaited_rank) {
-  exchange_->Poll(Clock::now());
-  HVD_RETURN_IF_ERROR(HandleFrames());
-  {
-    MutexLock lock(mutex_);
-    if (abort_) return Status(Code::kAborted, abort_reason_);
-    if (close_)
-      return Status(Code::kShutdown,
-                    "rank " + std::to_string(options_.rank) + " closed the Group during " + doing_);
-  }
-  if (const Status& lost = exchange_->lost(); !lost.ok()) {
-    return Status(lost.code(), std::string(lost.text()) + " (in " + doing_ + ")");
-  }
-  if (exchange_->HasLeft(awaited_rank)) {
-    return Status(Code::kShutdown,
-                  "rank " + std::to_string(awaited_rank) + " closed the Group during " + doing_);
-  }
-  return Status::Ok();
-}
-
-Status Scheduler::CheckPeers() {
-  if (const Status& lost = exchange_->lost(); !lost.ok()) {
-    const std::string waiting = PendingName();
-    return Status(lost.code(),
-                  std::string(lost.text()) + (waiting.empty() ? "" : " (while '" + waiting + "' waited)"));
-  }
-  if (!IsCoordinator()) {
-    const int leaver = exchange_->LeftOnTheWayTo(0);
-    if (leaver < 0) return Status::Ok();
-    const std::string waiting = PendingName();
-    if (waiting.empty()) return Status::Ok();
-    return Status(Code::kShutdown,
-                  "rank " + std::to_string(leaver) + " closed the Group while '" + waiting + "' waited");
-  }
-  for (int peer = 1; peer < options_.size; ++peer) {
-    const int leaver = exchange_->LeftOnTheWayTo(peer);
-    if (leaver < 0) continue;
-    if (const auto name = negotiator_.WaitsFor(peer)) {
-      return Status(Code::kShutdown, "rank " + std::to_string(leaver) +
-                                         " closed the Group without submitting '" + *name + "'");
-    }
-  }
-  return Status::Ok();
-}
-
-Status Scheduler::CheckStalls() {
-  const auto now = Clock::now();
-  if (!IsCoordinator() || now < next_stall_check_) return Status::Ok();
-  next_stall_check_ = now + kStallCheckEvery;
-  const auto waits = negotiator_.Waits();
-  std::unordered_map<std::string, Clock::time_point> warned;
-  for (const auto& waiting : waits) {
-    const auto age = now - waiting.since;
-    if (options_.stall_shutdown > Clock::duration::zero() && age > options_.stall_shutdown) {
-      return Status(Code::kTimeout,
-                    negotiator_.Describe(waiting) + " for " + SecondsText(age) + " (stall_shutdown_s)");
-    }
-    if (age < options_.stall_warn) continue;
-    const auto before = stall_warned_.find(waiting.name);
-    const bool told = before != stall_warned_.end() && before->second == waiting.since;
-    if (!told)
-      Log(Level::kWarning, negotiator_.Describe(waiting) + " for " + SecondsText(age) + " (stall_warn_s)");
-    warned[waiting.name] = waiting.since;
-  }
-  stall_warned_ = std::move(warned);
-  return Status::Ok();
-}
-
-std::string Scheduler::PendingName() {
-  MutexLock lock(mutex_);
-  return pending_.empty() ? std::string() : pending_.begin()->first;
-}
-
-Status Scheduler::Resolve(const Round& round, std::vector<Submission*>* submissions) {
-  const Status broken(Code::kPeerLost, "rank 0 decided about what rank " + std::to_string(options_.rank) +
-                                           " has not submitted");
-  {
-    // References into the map stay valid; an entry goes only in Execute and Die, on this thread.
-    MutexLock lock(mutex_);
-    for (const Decision& decision : round.decisions) {
-      const auto found = pending_.find(decision.name);
-      if (found == pending_.end()) return broken;
-      submissions->push_back(&found->second);
-    }
-  }
-  for (const auto& batch : round.batches) {
-    if (batch.empty()) return broken;
-    for (const TensorRef& tensor : batch) {
-      if (tensor.decision >= submissions->size()) return broken;
-      const Decision& decision = round.decisions[tensor.decision];
-      const Request& request = (*submissions)[tensor.decision]->request;
-      if (tensor.member >= request.members.size()) return broken;
-      if ((request.op == Op::kAllreduce || request.op == Op::kPlan) &&
-          decision.places.size() != request.members.size())
-        return broken;
-      if (request.op == Op::kAllgather &&
-          (decision.rows.size() != request.members.size() ||
-           decision.rows[tensor.member].size() != static_cast<size_t>(options_.size)))
-        return broken;
-    }
-  }
-  return Status::Ok();
-}
-
-Status Scheduler::Execute(const Round& round) {
-  std::vector<Submission*> submissions;
-  HVD_RETURN_IF_ERROR(Resolve(round, &submissions));
-  for (const auto& batch : round.batches) {
-    const auto begin = Clock::now();
-    HVD_RETURN_IF_ERROR(RunBatch(round, submissions, batch));
-    counters_.work_ns += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
-    ++counters_.fused_batches;
-  }
-  for (const Decision& decision : round.decisions) {
-    std::shared_ptr<Handle> handle;
-    {
-      MutexLock lock(mutex_);
-      const auto found = pending_.find(decision.name);
-      handle = std::move(found->second.handle);
-      pending_.erase(found);
-    }
-    ++counters_.collectives;
-    handle->Complete(decision.mismatch.empty() ? Status::Ok() : Status(Code::kMismatch, decision.mismatch));
-  }
-  return Status::Ok();
-}
-
-Status Scheduler::RunBatch(const Round& round, const std::vector<Submission*>& submissions,
-                           const std::vector<TensorRef>& batch) {
-  const TensorRef& first = batch.front();
-  Submission& submission = *submissions[first.decision];
-  const Request& request = submission.request;
-  const Member& member = request.members[first.member];
-  doing_ = std::string(Name(request.op)) + " '" + member.name + "'";
-  for (const TensorRef& tensor : batch) {
-    counters_.nbytes += submissions[tensor.decision]->request.members[tensor.member].nbytes();
-  }
-  switch (request.op) {
-    case Op::kAllreduce:
-      return RunAllreduce(round, submissions, batch);
-    case Op::kAllgather:
-      return RunAllgather(submission, first.member, round.decisions[first.decision].rows[first.member]);
-    case Op::kBroadcast: {
-      const Buffer& buffer = submission.buffers[first.member];
-      return collectives_.Broadcast(request.root, buffer.in, buffer.out, member.nbytes());
-    }
-    case Op::kPlan:
-      return RunPlan(submission, round.decisions[first.decision].places[first.member]);
-    case Op::kBarrier:
-      break;
-  }
-  return Status::Ok();
-}
-
-Status Scheduler::RunAllreduce(const Round& round, const std::vector<Submission*>& submissions,
-                               const std::vector<TensorRef>& batch) {
-  const TensorRef& front = batch.front();
-  const Request& first = submissions[front.decision]->request;
-  const DType dtype = first.members[front.member].dtype;
-  const Scale scale{first.prescale, first.postscale, first.reduce == ReduceOp::kAverage ? options_.size : 1};
-  const bool in_arena = !round.decisions[front.decision].places[front.member].empty();
-  std::vector<ArenaPiece> placed;
-  std::vector<Piece> pieces;
-  for (const TensorRef& tensor : batch) {
-    const Submission& submission = *submissions[tensor.decision];
-    const Member& member = submission.request.members[tensor.member];
-    if (in_arena) {
-      const auto& places = round.decisions[tensor.decision].places[tensor.member];
-      HVD_RETURN_IF_ERROR(Place(member, places, &placed.emplace_back()));
-    } else {
-      const Buffer& buffer = submission.buffers[tensor.member];
-      pieces.push_back({buffer.in, buffer.out, member.count()});
-    }
-  }
-  return in_arena ? collectives_.AllreduceInPlace(placed, dtype, first.reduce, scale)
-                  : collectives_.Allreduce(pieces, dtype, first.reduce, scale);
-}
-
-// A peer's segment may still be on its way.
-Status Scheduler::AwaitSegment(int rank, const Location& place) {
-  const int local = topology_.LocalRankOf(rank);
-  const auto give_up = Clock::now() + options_.peer_timeout;
-  while (!arena_->HasSegment(local, place.segment)) {
-    exchange_->Poll(Clock::now() + kStallCheckEvery);
-    HVD_RETURN_IF_ERROR(Tick(rank));
-    if (Clock::now() < give_up || arena_->HasSegment(local, place.segment)) continue;
-    return Status(Code::kPeerLost, "lost rank " + std::to_string(rank) + ": its memory for " + doing_ +
-                                       " did not come for " + SecondsText(options_.peer_timeout) +
-                                       " (peer_timeout_s)");
-  }
-  return Status::Ok();
-}
-
-// Where every rank of this host lets the others of a plan find it.
-Status Scheduler::RunPlan(Submission& submission, const std::vector<Location>& places) {
-  Meeting meeting;
-  const int local_size = places.empty() ? 0 : topology_.local_size();
-  for (int local = 0; local < local_size; ++local) {
-    const int rank = topology_.GlobalRank(local);
-    const Location& place = places[static_cast<size_t>(rank)];
-    HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
-    meeting.segments.push_back(arena_->SegmentOf(local, place.segment));
-    meeting.offsets.push_back(place.offset);
-  }
-  if (const PeerMemory* peers = arena_->peers(); peers != nullptr) {
-    meeting.read = [memory = *peers](int from, std::span<const PeerMemory::Copy> copies) {
-      return memory.Read(from, copies);
-    };
-  }
-  meeting.has_cpu_for_each = arena_->has_cpu_for_each();
-  meeting.stall_warn = options_.stall_warn;
-  meeting.stall_shutdown = options_.stall_shutdown;
-  submission.handle->SetMeeting(std::move(meeting));
-  return Status::Ok();
-}
-
-// Where every rank has the tensor.
-Status Scheduler::Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece) {
-  const Status nowhere(Code::kPeerLost,
-                       "a rank announced a place outside of its arena for '" + member.name + "'");
-  if (places.size() != static_cast<size_t>(options_.size)) return nowhere;
-  piece->count = member.count();
-  for (int local = 0; local < topology_.local_size(); ++local) {
-    const int rank = topology_.GlobalRank(local);
-    const Location& place = places[static_cast<size_t>(rank)];
-    HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
-    std::byte* at = arena_->At(local, place, member.nbytes());
-    if (at == nullptr) return nowhere;
-    piece->at.push_back(at);
-  }
-  return Status::Ok();
-}
-
-Status Scheduler::RunAllgather(Submission& submission, uint32_t index, const std::vector<int64_t>& rows) {
-  const Member& member = submission.request.members[index];
-  size_t row_nbytes = ItemSize(member.dtype);
-  for (size_t d = 1; d < member.shape.size(); ++d) row_nbytes *= static_cast<size_t>(member.shape[d]);
-  Gathered gathered;
-  gathered.dtype = member.dtype;
-  gathered.shape = member.shape;
-  gathered.shape[0] = 0;
-  std::vector<size_t> nbytes;
-  for (const int64_t n : rows) {
-    gathered.shape[0] += n;
-    nbytes.push_back(static_cast<size_t>(n) * row_nbytes);
-  }
-  const size_t total = static_cast<size_t>(gathered.shape[0]) * row_nbytes;
-  gathered.data = std::shared_ptr<std::byte[]>(new (std::nothrow) std::byte[total + 1]);
-  if (gathered.data == nullptr) {
-    return Status(Code::kAborted, "rank " + std::to_string(options_.rank) + " has no memory for the " +
-                                      std::to_string(total) + " bytes of " + doing_);
-  }
-  HVD_RETURN_IF_ERROR(collectives_.Gather(submission.buffers[index].in, gathered.data.get(), nbytes));
-  auto& results = submission.handle->results();
-  results.resize(submission.request.members.size());
-  results[index] = std::move(gathered);
-  return Status::Ok();
-}
-
-void Scheduler::Die(Status status, bool tell_peers) {
+void Scheduler::Die(const Status& status, bool tell_peers) {
   arena_->SetDead();  // before anything pending is given back
   if (tell_peers) {
     Writer payload;
@@ -488,17 +416,21 @@ void Scheduler::Die(Status status, bool tell_peers) {
     payload.PutString(status.text());
     exchange_->PostAll(FrameKind::kAbort, payload.Take());
   }
-  std::unordered_map<std::string, Submission> pending;
+  std::vector<std::shared_ptr<Handle>> pending;
   {
     MutexLock lock(mutex_);
     dead_ = status;
-    pending.swap(pending_);
+    for (auto& [name, submission] : pending_) pending.push_back(std::move(submission.handle));
+    known_.ForEach([&](Cache<Known>::Entry& entry) {
+      if (Has(entry.value.pending)) pending.push_back(std::move(entry.value.pending.handle));
+    });
+    pending_.clear();
     submitted_.clear();
+    submitted_ids_.clear();
     new_segments_.clear();
   }
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(death_.get(), &one, sizeof one);
-  for (auto& [name, submission] : pending) submission.handle->Complete(status);
+  Ring(death_.get());
+  for (const auto& handle : pending) handle->Complete(status);
   if (tell_peers) exchange_->Linger(Clock::now() + kLastWords);
 }
 

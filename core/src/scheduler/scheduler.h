@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -9,7 +10,10 @@
 
 #include "base/mutex.h"
 #include "collectives/collectives.h"
+#include "scheduler/cache.h"
 #include "scheduler/engine.h"
+#include "scheduler/fusion.h"
+#include "scheduler/mailbox.h"
 #include "scheduler/negotiate.h"
 #include "transport/arena.h"
 #include "transport/exchange.h"
@@ -26,76 +30,150 @@ struct SchedulerOptions {
   CollectivesOptions collectives{};
 };
 
-// The background thread of a Group of two or more ranks. It announces what was submitted, lets the negotiator
-// decide (on rank 0, the coordinator), runs the decided batches in the coordinator's order, and notices who
-// is gone. After a failure the Group is dead: everything pending and everything later gets the same Status.
+// The Engine of a Group of two or more ranks. It announces what was submitted, lets the negotiator decide (on
+// rank 0, the coordinator), runs the decided batches in the coordinator's order, and notices who is gone.
+// After a failure the Group is dead: everything pending and everything later gets the same Status.
+//
+// Whoever has the baton does all of that, one turn after another: a thread that waits for a handle if it can
+// get hold of the baton, else the thread of the Scheduler, which sleeps while it has nothing to do. Only that
+// thread ends the Group. scheduler.cc says who works, rounds.cc what is done.
 class Scheduler final : public Engine {
  public:
+  // links: to the neighbour hosts; none on one host.
   Scheduler(const SchedulerOptions& options, const Topology& topology, std::unique_ptr<Exchange> exchange,
             std::unique_ptr<Arena> arena, DataLinks links);
   ~Scheduler() override;
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
-  Status Submit(Submission submission) override EXCLUDES(mutex_);
+  Status Submit(Submission submission, Then then) override EXCLUDES(mutex_, baton_);
+  Result<std::shared_ptr<Handle>> SubmitAgain(const Call& call, Then then) override EXCLUDES(mutex_, baton_);
+  bool Wait(Handle& handle, Clock::time_point deadline, const Interrupt& interrupt) override
+      EXCLUDES(mutex_, baton_);
   void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) override EXCLUDES(mutex_);
   void Abort(const std::string& reason) override EXCLUDES(mutex_);
   // Says goodbye and ends the thread.
-  void Close() override EXCLUDES(close_mutex_, mutex_);
+  void Close() override EXCLUDES(close_mutex_, mutex_, baton_);
   Status status() const override EXCLUDES(mutex_);
   int death_fd() const override { return death_.get(); }
   const Counters& counters() const override { return counters_; }
 
  private:
-  void Run();
-  Status RunUntilClosed();
-  Status Step();
-  bool HasSubmissions() EXCLUDES(mutex_);
-  Status TakeSubmissions();
-  Status HandleFrames();
-  Status CheckPeers();
-  Status CheckStalls();
-  Status Tick(int awaited_rank);
-  // The submissions of a round's decisions; not ok if the round does not make sense here.
-  Status Resolve(const Round& round, std::vector<Submission*>* submissions) EXCLUDES(mutex_);
-  Status Execute(const Round& round);
-  Status RunBatch(const Round& round, const std::vector<Submission*>& submissions,
-                  const std::vector<TensorRef>& batch);
-  Status RunAllreduce(const Round& round, const std::vector<Submission*>& submissions,
-                      const std::vector<TensorRef>& batch);
-  Status RunAllgather(Submission& submission, uint32_t member, const std::vector<int64_t>& rows);
-  Status RunPlan(Submission& submission, const std::vector<Location>& places);
-  Status AwaitSegment(int rank, const Location& place);
-  Status Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece);
-  void Decide();
-  void Die(Status status, bool tell_peers) EXCLUDES(mutex_);
+  // What all ranks agreed on, and this rank's part in it.
+  struct Known {
+    std::shared_ptr<const Request> request;
+    Decision decision;
+    Submission pending;  // submitted again and not done; no handle: it is not
+    bool announced = false;
+  };
+  // A collective of the round that is being run.
+  struct Running {
+    Submission* submission;
+    const Decision* decision;
+    Known* known;  // null if it was decided in full
+    CacheId id;    // of known
+  };
+
+  // -- scheduler.cc: who works
+  void Run() EXCLUDES(baton_, mutex_);
+  bool SleepUntilNews(Clock::time_point due, bool parked);
+  Status RunUntilQuiet() REQUIRES(baton_);
+  bool Drive(const Handle& handle, Clock::time_point deadline) REQUIRES(baton_);
+  bool Doze(Clock::time_point until) REQUIRES(baton_);
+  bool HasNews() REQUIRES(baton_);
+  void WaitForOthers(Handle& handle, Clock::time_point deadline) EXCLUDES(mutex_, baton_);
+  void HandOver() EXCLUDES(mutex_, baton_);
+  void RingBell();
+  void NewsFor(Then then);
+  void Fail(const Status& status) EXCLUDES(mutex_);
+  void End() REQUIRES(baton_) EXCLUDES(mutex_);
+  void Die(const Status& status, bool tell_peers) REQUIRES(baton_) EXCLUDES(mutex_);
+
+  // -- rounds.cc: what a turn does
+  // Looks at everything once; true if something happened. poll: at the links as well.
+  Result<bool> Turn(bool poll) REQUIRES(baton_) EXCLUDES(mutex_);
+  Status TakeSubmissions() REQUIRES(baton_) EXCLUDES(mutex_);
+  Status AnnounceIds() REQUIRES(baton_);
+  Status ReadMailboxes() REQUIRES(baton_);
+  Status ReadRounds() REQUIRES(baton_);
+  Status HandleFrames() REQUIRES(baton_);
+  Status HandleAnnouncements(const Frame& frame) REQUIRES(baton_);
+  Status Decide() REQUIRES(baton_);
+  Status TellMailboxes(const Round& round) REQUIRES(baton_);
+  void WakeSleepers() REQUIRES(baton_);
+  Status CheckPeers() REQUIRES(baton_) EXCLUDES(mutex_);
+  Status CheckStalls() REQUIRES(baton_);
+  // Called while the collectives wait for a rank; whoever calls them has the baton.
+  Status Tick(int awaited_rank) NO_THREAD_SAFETY_ANALYSIS;
+  // Finds the submissions of a round's decisions; not ok if the round does not make sense here.
+  Status Resolve(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
+  Status Execute(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
+  void Complete() REQUIRES(baton_) EXCLUDES(mutex_);
+  void Forget(Cache<Known>::Entry& entry) NO_THREAD_SAFETY_ANALYSIS;  // with both mutexes
+  Status RunBatch(const std::vector<TensorRef>& batch) REQUIRES(baton_);
+  Status RunAllreduce(const std::vector<TensorRef>& batch) REQUIRES(baton_);
+  Status RunAllgather(const Running& running, uint32_t member) REQUIRES(baton_);
+  Status RunPlan(const Running& running, uint32_t member) REQUIRES(baton_);
+  Status AwaitSegment(int rank, const Location& place) REQUIRES(baton_);
+  Status Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece) REQUIRES(baton_);
+  std::string Doing() const REQUIRES(baton_);
   std::string PendingName() EXCLUDES(mutex_);
   bool IsCoordinator() const { return options_.rank == 0; }
 
   const SchedulerOptions options_;
   const Topology topology_;
-  // Of the thread, after the constructor.
-  std::unique_ptr<Exchange> exchange_;
-  std::unique_ptr<Arena> arena_;
-  Collectives collectives_;
+  const int spins_;
+
+  // The baton, and what its holder works with.
+  Mutex baton_;
+  const std::unique_ptr<Exchange> exchange_;  // any thread: Wake(), wait_fd()
+  const std::unique_ptr<Arena> arena_ PT_GUARDED_BY(baton_);
+  Collectives collectives_ GUARDED_BY(baton_);
   RingLinks plan_links_;  // of plans
-  Negotiator negotiator_;
-  std::deque<Round> rounds_;
-  Clock::time_point next_stall_check_;
-  std::unordered_map<std::string, Clock::time_point> stall_warned_;
-  std::string doing_;
+  Negotiator negotiator_ GUARDED_BY(baton_);
+  std::unique_ptr<Mailboxes> mailboxes_ GUARDED_BY(baton_);  // null if there are several hosts
+  std::vector<CacheId> unannounced_ GUARDED_BY(baton_);      // did not fit into the mailbox
+  std::vector<uint32_t> words_ GUARDED_BY(baton_);           // read from mailboxes, not yet used
+  std::deque<Round> framed_ GUARDED_BY(baton_);              // rounds that came as frames
+  std::deque<Round> rounds_ GUARDED_BY(baton_);              // to be run
+  uint64_t fusion_nbytes_ GUARDED_BY(baton_);                // the coordinator's
+  std::vector<Running> running_ GUARDED_BY(baton_);
+  std::vector<Agreed> agreed_ GUARDED_BY(baton_);  // of running_
+  const Member* doing_ GUARDED_BY(baton_) = nullptr;
+  const Request* doing_in_ GUARDED_BY(baton_) = nullptr;
+  const Interrupt* interrupt_ GUARDED_BY(baton_) = nullptr;  // of the thread that has the baton
+  Clock::time_point interruptible_at_ GUARDED_BY(baton_);
+  Clock::time_point next_poll_ GUARDED_BY(baton_);
+  Clock::time_point next_stall_check_ GUARDED_BY(baton_);
+  std::unordered_map<std::string, Clock::time_point> stall_warned_ GUARDED_BY(baton_);
 
   mutable Mutex mutex_;
-  std::vector<std::string> submitted_ GUARDED_BY(mutex_);  // names not yet announced
+  // Entries come and go under both mutexes; under mutex_ alone an entry can be found and submitted.
+  Cache<Known> known_ GUARDED_BY(mutex_);
+  std::vector<CacheId> submitted_ids_ GUARDED_BY(mutex_);                   // not yet announced
+  std::vector<std::string> submitted_ GUARDED_BY(mutex_);                   // the same, in full
+  std::unordered_map<std::string, Submission> pending_ GUARDED_BY(mutex_);  // in full, not done
   std::vector<std::pair<uint32_t, std::shared_ptr<Segment>>> new_segments_ GUARDED_BY(mutex_);
-  std::unordered_map<std::string, Submission> pending_ GUARDED_BY(mutex_);
+  std::vector<Handle*> waiting_ GUARDED_BY(mutex_);  // of threads that wait while another one works
   std::string abort_reason_ GUARDED_BY(mutex_);
   bool abort_ GUARDED_BY(mutex_) = false;
   bool close_ GUARDED_BY(mutex_) = false;
+  Status failure_ GUARDED_BY(mutex_);  // to die of
   Status dead_ GUARDED_BY(mutex_);
 
+  // Without a mutex; what is written before a sleeper is looked for, and what a sleeper looks at last.
+  std::atomic<bool> news_{false};         // something was submitted
+  std::atomic<int> num_pending_{0};       // submissions not done
+  std::atomic<int> num_waiting_{0};       // threads in waiting_
+  std::atomic<bool> ending_{false};       // aborted, closed or failed: the thread ends the Group
+  std::atomic<bool> driving_{false};      // a thread of the program has the baton
+  std::atomic<bool> dozing_{false};       // ... and sleeps with it; Exchange::Wake() wakes it
+  std::atomic<bool> handed_over_{false};  // work was left to the thread
+  std::atomic<bool> asleep_{false};       // the thread sleeps; bell_ wakes it
+  std::atomic<uint64_t> drives_{0};       // how often a thread of the program took the baton
+
   Counters counters_;
-  UniqueFd death_;
+  UniqueFd death_, bell_;
   const pid_t pid_;
   Mutex close_mutex_;
   std::thread thread_;

@@ -17,13 +17,14 @@ Solo::Solo() {
   for (const int end : ends) ::fcntl(end, F_SETFD, FD_CLOEXEC);
 }
 
-Status Solo::Submit(Submission submission) {
+Status Solo::Submit(Submission submission, Then) {
   HVD_RETURN_IF_ERROR(status());
+  const Request& request = *submission.request;
   const auto begin = Clock::now();
-  for (size_t i = 0; i < submission.request.members.size(); ++i) {
-    HVD_RETURN_IF_ERROR(Run(submission.request, submission.buffers[i], i, *submission.handle));
+  for (size_t i = 0; i < request.members.size(); ++i) {
+    HVD_RETURN_IF_ERROR(Run(request, submission.buffers[i], i, *submission.handle));
     ++counters_.fused_batches;
-    counters_.nbytes += submission.request.members[i].nbytes();
+    counters_.nbytes += request.members[i].nbytes();
   }
   counters_.work_ns += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
   ++counters_.collectives;

@@ -11,7 +11,11 @@ class Solo final : public Engine {
  public:
   Solo();
 
-  Status Submit(Submission submission) override EXCLUDES(mutex_);
+  Status Submit(Submission submission, Then then) override EXCLUDES(mutex_);
+  Result<std::shared_ptr<Handle>> SubmitAgain(const Call&, Then) override {
+    return std::shared_ptr<Handle>();
+  }
+  bool Wait(Handle&, Clock::time_point, const Interrupt&) override { return true; }
   void AddSegment(uint32_t, std::shared_ptr<Segment>) override {}
   void Abort(const std::string& reason) override { Die(Status(Code::kAborted, reason)); }
   void Close() override { Die(Status(Code::kShutdown, "the Group is closed")); }

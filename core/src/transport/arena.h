@@ -51,6 +51,7 @@ struct Location {
   uint32_t segment = kNone;  // number of the owner's segment; kNone: not in the arena
   uint64_t offset = 0;
   bool valid() const { return segment != kNone; }
+  bool operator==(const Location&) const = default;
 };
 
 // The shared memory of the ranks of one host, seen by one of them: every rank's control segment and the

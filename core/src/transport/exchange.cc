@@ -94,7 +94,10 @@ Exchange::Peer* Exchange::Connected(int peer) const {
 }
 
 void Exchange::Post(int peer, FrameKind kind, std::string_view payload) {
-  if (peer != topology_.rank) PostTo(topology_.NextHop(topology_.rank, peer), kind, peer, payload);
+  if (peer == topology_.rank) return;
+  // A beat is for a neighbour; the scheduler wakes one with it that waits on its wait_fd().
+  const int32_t destination = kind == FrameKind::kBeat ? FrameHeader::kNeighbour : peer;
+  PostTo(topology_.NextHop(topology_.rank, peer), kind, destination, payload);
 }
 
 void Exchange::PostAll(FrameKind kind, std::string_view payload) {
