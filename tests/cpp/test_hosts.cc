@@ -300,6 +300,13 @@ class BreakingLink final : public Link {
   std::atomic<int>* calls_left_;
 };
 
+Request Barrier(const std::string& name) {
+  Request request;
+  request.op = Op::kBarrier;
+  request.name = name;
+  return request;
+}
+
 // Ranks meet in barriers, which are all negotiation, while the link between a and b breaks.
 void MeetOverABreakingLink(const Layout& layout, int a, int b, int calls, int* failures) {
   std::atomic<int> calls_left{calls};
@@ -317,12 +324,11 @@ void MeetOverABreakingLink(const Layout& layout, int a, int b, int calls, int* f
     const auto begin = Clock::now();
     Status status;
     for (int i = 0; i < 4 && status.ok(); ++i) {
-      auto handle = std::make_shared<Handle>();
-      Request request;
-      request.op = Op::kBarrier;
-      request.name = "b" + std::to_string(i);
-      status = scheduler.Submit({request, {}, handle});
-      if (status.ok()) status = handle->Wait(In(15)) ? handle->status() : Status(Code::kInvalid, "hangs");
+      const auto request = std::make_shared<const Request>(Barrier("b" + std::to_string(i)));
+      const auto handle = std::make_shared<Handle>(request);
+      status = scheduler.Submit({request, {}, handle}, Then::kGoesOn);
+      if (!status.ok()) break;
+      status = scheduler.Wait(*handle, In(15), {}) ? handle->status() : Status(Code::kInvalid, "hangs");
     }
     scheduler.Close();
     CHECK(Clock::now() - begin < Seconds(10));
@@ -430,12 +436,10 @@ TEST(a_hundred_and_twenty_eight_ranks_connect_and_agree) {
     auto arena = Arena::Create(t.local_rank, t.local_size(), 4096, false).value();
     r.scheduler = std::make_unique<Scheduler>(SchedulerOptions{rank, size, 1 << 20, Seconds(30), Seconds(60)},
                                               t, std::move(r.exchange), std::move(arena), std::move(r.data));
-    auto handle = std::make_shared<Handle>();
-    Request request;
-    request.op = Op::kBarrier;
-    request.name = "everyone";
-    CHECK(r.scheduler->Submit({request, {}, handle}).ok());
-    CHECK(handle->Wait(In(60)));
+    const auto request = std::make_shared<const Request>(Barrier("everyone"));
+    const auto handle = std::make_shared<Handle>(request);
+    CHECK(r.scheduler->Submit({request, {}, handle}, Then::kGoesOn).ok());
+    CHECK(r.scheduler->Wait(*handle, In(60), {}));
     CHECK(handle->status().ok());
   });
   OnEveryRank(size, [&](int rank) { ranks[static_cast<size_t>(rank)].scheduler->Close(); });
