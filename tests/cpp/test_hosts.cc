@@ -472,6 +472,34 @@ TEST(a_rank_that_does_not_come_is_named_with_the_reason) {
            "no connection with rank 0 (127.0.0.1: cannot send: Connection ");
 }
 
+TEST(a_rank_that_waits_for_a_late_one_is_not_taken_for_dead) {
+  const Layout layout{2, 1};
+  std::vector<Endpoint> endpoints;
+  auto ranks = Bound(layout, &endpoints);
+  std::atomic<bool> is_done = false;
+  std::vector<std::unique_ptr<Exchange>> exchanges;
+  for (int rank = 0; rank < 3; ++rank)
+    exchanges.push_back(std::make_unique<Exchange>(At(layout, rank), Seconds(0.5)));
+  const auto connect = [&](int rank) {
+    DataLinks data;
+    const auto i = static_cast<size_t>(rank);
+    return ConnectLinks(*ranks[i].listener, endpoints, {rank, 3, "token", 7}, At(layout, rank),
+                        {2, In(20), nullptr}, *exchanges[i], &data);
+  };
+  OnEveryRank(3, [&](int rank) {
+    Exchange& exchange = *exchanges[static_cast<size_t>(rank)];
+    if (rank == 1) {  // needs rank 0 only, which waits for rank 2
+      CHECK(connect(1).ok());
+      for (const auto until = In(2); Clock::now() < until;) exchange.Poll(until);
+      CHECK(exchange.lost().ok());
+      is_done = true;
+      return;
+    }
+    while (rank == 2 && !is_done) std::this_thread::yield();
+    CHECK(connect(rank).ok());
+  });
+}
+
 TEST(connecting_can_be_interrupted) {
   const Layout layout{2};
   std::vector<Endpoint> endpoints;

@@ -108,6 +108,9 @@ class Bootstrap {
       Wait(std::min(options_.deadline, now + (again ? Clock::duration(kRetryAfter) : kAskEvery)));
       AcceptAll();
       HVD_RETURN_IF_ERROR(AdvanceAll());
+      // Who has all of its links already hears that this rank still waits for others.
+      exchange_.Turn();
+      HVD_RETURN_IF_ERROR(exchange_.lost());
     }
     return Status::Ok();
   }

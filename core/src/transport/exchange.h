@@ -52,6 +52,9 @@ class Exchange {
   // Moves bytes until a frame is there, a peer is newly gone, Wake() was called, or the deadline has passed.
   void Poll(Clock::time_point deadline);
 
+  // Moves what can be moved now, and beats if it is time, also with frames waiting.
+  void Turn() { PollOnce(Clock::now()); }
+
   // The oldest frame not yet taken. kBye and kBeat are dealt with here and never come out.
   std::optional<Frame> Next();
   // Puts frames that were taken too early back in front.
