@@ -51,16 +51,10 @@ void FuzzEndpoint(std::string_view text) {
   Require(again.ok() && again.value().ToString() == written, "an endpoint that is not what it was read from");
 }
 
-#if __has_include("scheduler/cache.h")
 void FuzzAnnouncements(std::string_view bytes) {
   const auto announcements = ParseAnnouncements(bytes);
   if (announcements.ok())
     Require(Serialize(announcements.value()) == bytes, "announcements that nobody writes so");
-#else
-void FuzzRequests(std::string_view bytes) {
-  const auto requests = ParseRequests(bytes);
-  if (requests.ok()) Require(Serialize(requests.value()) == bytes, "requests that nobody writes so");
-#endif
 }
 
 void FuzzRound(std::string_view bytes) {
@@ -112,12 +106,8 @@ void FuzzExchange(std::string_view bytes) {
 }
 
 using Parser = void (*)(std::string_view);
-#if __has_include("scheduler/cache.h")
 constexpr Parser kParsers[] = {FuzzHello,         FuzzChallenge, FuzzEndpoint,
                                FuzzAnnouncements, FuzzRound,     FuzzExchange};
-#else
-constexpr Parser kParsers[] = {FuzzHello, FuzzChallenge, FuzzEndpoint, FuzzRequests, FuzzRound, FuzzExchange};
-#endif
 
 std::string Frames(int origin, std::initializer_list<FrameKind> kinds, std::string_view payload) {
   std::string bytes;
@@ -171,38 +161,24 @@ std::vector<std::string> Corpus() {
       .name = "step", .reduce = ReduceOp::kAverage, .prescale = 0.5, .members = {matrix, placed, scalar}};
   Request gather{.op = Op::kAllgather, .name = "predictions", .members = {matrix}};
   Request sent{.op = Op::kBroadcast, .name = "weights", .root = 1, .members = {scalar}};
-#if __has_include("scheduler/cache.h")
   const Request end{.op = Op::kBarrier, .name = "end"};
   std::vector<Announcement> all;
   for (const Request& request : {sum, group, gather, sent, end}) all.push_back({.request = request});
   all.push_back({.id = 7});
   add(FuzzAnnouncements, Serialize(std::vector<Announcement>{}));
   add(FuzzAnnouncements, Serialize(all));
-#else
-  const std::vector<Request> all = {sum, group, gather, sent, {.op = Op::kBarrier, .name = "end"}};
-  add(FuzzRequests, Serialize(std::vector<Request>{}));
-  add(FuzzRequests, Serialize(all));
-#endif
 
   Round round;
   round.decisions = {{.name = "step", .places = {{{1, 64}, {2, 128}}, {}}},
                      {.name = "predictions", .rows = {{3, 0, 12}}},
                      {.name = "loss", .mismatch = "loss: rank 3 has shape (12,), rank 0 has (10,)"}};
-#if __has_include("scheduler/cache.h")
   round.decisions.push_back({.id = 7});
   round.fusion_nbytes = 4 << 20;
-#else
-  round.batches = {{{0, 0}, {0, 1}}, {{1, 0}}};
-#endif
   add(FuzzRound, Serialize(Round{}));
   add(FuzzRound, Serialize(round));
 
   using enum FrameKind;
-#if __has_include("scheduler/cache.h")
   const std::string announcement = Serialize(std::vector<Announcement>{{.request = sum}});
-#else
-  const std::string announcement = Serialize(std::vector<Request>{sum});
-#endif
   add(FuzzExchange, '\0' + Frames(1, {kBeat, kSegment, kAnnounce, kDecide, kBye}, announcement));
   add(FuzzExchange, '\0' + Frames(1, {kAbort, kAbort}, "why"));
   add(FuzzExchange, '\1' + Frames(3, {kAnnounce, kAbort, kBye}, announcement));
