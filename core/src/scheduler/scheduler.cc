@@ -28,6 +28,7 @@ constexpr int kYields = 10;
 // It lets a burst of submissions come in before it looks, so that they are announced and fused together, and
 // so that a caller who waits right after submitting finds the baton free.
 constexpr auto kNap = std::chrono::microseconds(50);
+constexpr int kMostNaps = 20;  // as long as more keeps coming
 // As long as threads of the program keep taking the baton, it looks this often whether they still do.
 constexpr auto kParked = std::chrono::milliseconds(20);
 // Longest sleep of a coordinator, which looks for stalls, and of everybody else.
@@ -315,10 +316,7 @@ void Scheduler::Run() {
   uint64_t drives = 0;
   auto due = Clock::now();
   while (!ending_.load(std::memory_order_acquire)) {
-    if (SleepUntilNews(due, parked)) {
-      const timespec nap{0, std::chrono::nanoseconds(kNap).count()};
-      ::nanosleep(&nap, nullptr);
-    }
+    if (SleepUntilNews(due, parked)) NapThroughBurst();
     if (ending_.load(std::memory_order_acquire)) break;
     if (!baton_.TryLock()) {
       parked = true;
@@ -333,12 +331,22 @@ void Scheduler::Run() {
     if (!status.ok()) Fail(status);
     if (num_waiting_.load(std::memory_order_seq_cst) > 0) HandOver();
     const uint64_t now = drives_.load(std::memory_order_relaxed);
-    parked = now != drives;
+    parked = now != drives && num_pending_.load(std::memory_order_seq_cst) == 0;
     drives = now;
   }
   baton_.Lock();
   End();
   baton_.Unlock();
+}
+
+void Scheduler::NapThroughBurst() {
+  const timespec nap{0, std::chrono::nanoseconds(kNap).count()};
+  for (int naps = 0; naps < kMostNaps; ++naps) {
+    const int before = num_pending_.load(std::memory_order_relaxed);
+    ::nanosleep(&nap, nullptr);
+    if (num_pending_.load(std::memory_order_relaxed) <= before || ending_.load(std::memory_order_acquire))
+      break;
+  }
 }
 
 // True if it was the bell. Parked: threads of the program look after the links.

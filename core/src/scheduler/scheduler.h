@@ -76,6 +76,7 @@ class Scheduler final : public Engine {
 
   // -- scheduler.cc: who works
   void Run() EXCLUDES(baton_, mutex_);
+  void NapThroughBurst();
   bool SleepUntilNews(Clock::time_point due, bool parked);
   Status RunUntilQuiet() REQUIRES(baton_);
   bool Drive(const Handle& handle, Clock::time_point deadline) REQUIRES(baton_);
