@@ -9,6 +9,10 @@ namespace {
 
 // Addresses of one rank in its table: those of `in` in the first half, those of `out` in the second.
 constexpr size_t kMostPieces = Arena::kTableEntries / 2;
+// Tensors of a batch are read if they hold so much on average; smaller ones cost more in the kernel than two
+// copies. 4 MiB at n=2, staged against read, on a busy machine: 7.6 against 13.4 ms in pieces of 4 KiB, 8.2
+// against 5.4 of 16 KiB, 5.3 against 2.8 of 64 KiB.
+constexpr size_t kLeastReadNbytes = 10 << 10;
 
 // Says where this rank has its tensors, and waits for the others to say it. *readable: they can be read on
 // every rank.
@@ -73,7 +77,8 @@ Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> p
   if (nbytes == 0) return Status::Ok();
   if (nbytes <= Arena::kInlineNbytes) return AllreduceInline(arena, tick, pieces, dtype, op, scale);
   if (nbytes <= Arena::kSlotNbytes) return AllreduceOneShot(arena, tick, pieces, dtype, op, scale);
-  if (arena.peers() != nullptr) return AllreduceByReads(arena, tick, pieces, dtype, op, scale);
+  if (arena.peers() != nullptr && nbytes / pieces.size() >= kLeastReadNbytes)
+    return AllreduceByReads(arena, tick, pieces, dtype, op, scale);
   return AllreduceStaged(arena, tick, pieces, dtype, op, scale);
 }
 
