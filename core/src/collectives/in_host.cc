@@ -58,14 +58,16 @@ Status AllreduceByReads(Arena& arena, const Arena::Tick& tick, std::span<const P
   const auto slice = [&](int rank) { return SliceOf({0, CountOf(pieces)}, ItemSize(dtype), rank, size); };
   // Not used otherwise while no chunk is staged.
   const std::span<std::byte> scratch(arena.staging(arena.rank(), 0), 2 * arena.chunk_nbytes());
-  HVD_RETURN_IF_ERROR(InPhase(arena.phases(), Phase::kReduce,
-                              [&] { return ReduceRange(batch, slice(arena.rank()), op, scale, scratch); }));
+  const Status read = InPhase(arena.phases(), Phase::kReduce,
+                              [&] { return ReduceRange(batch, slice(arena.rank()), op, scale, scratch); });
+  if (!read.ok()) return arena.Explain(read, tick);
   const uint32_t reduced = arena.Arrive();
   for (int i = 1; i < size; ++i) {
     const int owner = (arena.rank() + i) % size;
     HVD_RETURN_IF_ERROR(arena.AwaitRank(owner, reduced, tick));
-    HVD_RETURN_IF_ERROR(
-        InPhase(arena.phases(), Phase::kCopyOut, [&] { return FetchRange(batch, owner, slice(owner)); }));
+    const Status fetched =
+        InPhase(arena.phases(), Phase::kCopyOut, [&] { return FetchRange(batch, owner, slice(owner)); });
+    if (!fetched.ok()) return arena.Explain(fetched, tick);
   }
   HVD_RETURN_IF_ERROR(arena.CheckNobodyDied(tick));
   return arena.ArriveAndAwait(tick);

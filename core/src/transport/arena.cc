@@ -233,14 +233,20 @@ Status Arena::CheckNobodyDied(const Tick& tick) const {
   for (int rank = 0; rank < size(); ++rank) {
     // Written, not only loaded, so that no machine moves the reads before it to after it.
     if (rank == rank_ || control(rank)->dead.fetch_or(0, std::memory_order_seq_cst) == 0) continue;
-    const auto deadline = std::chrono::steady_clock::now() + kLastWords;
-    while (std::chrono::steady_clock::now() < deadline) {
-      HVD_RETURN_IF_ERROR(tick(rank));
-      ::sched_yield();
-    }
-    return Status(Code::kPeerLost, "a rank of this host left in the middle of a collective");
+    return Explain(Status(Code::kPeerLost, "a rank of this host left in the middle of a collective"), tick);
   }
   return Status::Ok();
+}
+
+Status Arena::Explain(const Status& failure, const Tick& tick) const {
+  const auto deadline = std::chrono::steady_clock::now() + kLastWords;
+  while (std::chrono::steady_clock::now() < deadline) {
+    for (int rank = 0; rank < size(); ++rank) {
+      if (rank != rank_) HVD_RETURN_IF_ERROR(tick(rank));
+    }
+    ::sched_yield();
+  }
+  return failure;
 }
 
 uint32_t Arena::Arrive() {

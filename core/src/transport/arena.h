@@ -130,6 +130,9 @@ class Arena {
   // peers asks after its last read, before it arrives at the step that lets them go on: ok means that all it
   // read was still theirs.
   Status CheckNobodyDied(const Tick& tick) const;
+  // The reason behind a failure, as tick hears it; the failure itself if it hears none soon. Memory that can
+  // no longer be read may be that of a rank which has ended because it knew the reason earlier.
+  Status Explain(const Status& failure, const Tick& tick) const;
 
  private:
   struct alignas(64) Line {
