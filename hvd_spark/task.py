@@ -196,7 +196,7 @@ class _Task:
 
     def _watch(self, listener: Listener, endpoints: list[str]) -> Group:
         """A Group of the supervisors, only to notice at once that one of them gave up."""
-        patient = replace(self.plan.config, stall_warn_s=_FOREVER_S, stall_shutdown_s=0.0)
+        patient = replace(self.plan.config, stall_warn_s=_FOREVER_S, stall_shutdown_s=0.0, timeline="")
         if self.plan.size == 1:
             watch = Group.solo()
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -129,6 +130,17 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts."""
     return default_group().cross_size
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Rank 0 begins to write a timeline of all ranks to `file_path`; see `Group.start_timeline`. Other ranks
+    may call it too, which does nothing."""
+    default_group().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends the timeline that `start_timeline` or HVD_TIMELINE began."""
+    default_group().stop_timeline()
 
 
 class GlobalProcessSet:

@@ -43,6 +43,11 @@ class Config:
     wire_dtype: str = field(default="", metadata={"one_of": ("", "bf16", "fp16")})
     #: Highest kernel set to use: "", "avx512", "avx2" or "baseline". All give the same bits.
     kernels: str = ""
+    #: Rank 0 writes a timeline of all ranks to this file, for a trace viewer; "" or "DYNAMIC": not before
+    #: `start_timeline`.
+    timeline: str = ""
+    #: Not 0: the timeline shows when the ranks agreed on something to do.
+    timeline_mark_cycles: int = 0
     #: A training shard stays in memory up to this many bytes; 0: half of what the host has free for each
     #: rank.
     shard_memory_bytes: int = 0

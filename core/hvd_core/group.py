@@ -33,6 +33,9 @@ class ReduceOp(IntEnum):
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 
+#: A `Config.timeline` that names no file, as in Horovod.
+_DYNAMIC = "DYNAMIC"
+
 # core/src/scheduler/request.h: enum Op
 _ALLREDUCE, _ALLGATHER, _BROADCAST, _BARRIER = range(4)
 
@@ -140,6 +143,8 @@ class Group:
             config.stall_shutdown_s,
             config.ring_streams,
             config.wire_dtype,
+            "" if config.timeline == _DYNAMIC else config.timeline,
+            config.timeline_mark_cycles != 0,
         )
         return cls(native)
 
@@ -322,6 +327,21 @@ class Group:
         """Counters since `connect`: `collectives` completed, `fused_batches` run, `nbytes` of this rank's
         tensors, `work_s` seconds spent in the batches (waiting for peers in them included)."""
         return self._native.stats()
+
+    def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+        """Rank 0: begins to write what all ranks do to `path`, in the Trace Event Format of Perfetto and
+        chrome://tracing; on other ranks a no-op, so that all may call it. `mark_cycles` also marks when the
+        ranks agreed on something to do.
+
+        Raises `InvalidArgument` if the file cannot be written or a timeline is being written already.
+        """
+        self._check()
+        self._native.start_timeline(os.fspath(path), mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Rank 0: ends the timeline; its file is then complete. Nothing on other ranks, or without one."""
+        if not self._closed:
+            self._native.stop_timeline()
 
     def __enter__(self) -> Group:
         return self

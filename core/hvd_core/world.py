@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from .config import Config
 from .group import Group, Listener
@@ -24,6 +25,9 @@ class World:
         """A Group of all ranks; every rank calls it as often as the others. See `Group.connect`."""
         config = config or Config.from_env()  # a bad setting here must not put this rank's count off
         epoch, self._epoch = self._epoch, self._epoch + 1
+        if config.timeline and epoch > 0:  # the first Group's timeline is kept
+            path = PurePath(config.timeline)
+            config = replace(config, timeline=str(path.with_name(f"{path.stem}.{epoch}{path.suffix}")))
         return Group.connect(
             self.listener, self.endpoints, rank=self.rank, token=self.token, epoch=epoch, config=config
         )

@@ -10,6 +10,8 @@ namespace {
 
 // Names travel with every announcement and are printed in errors.
 constexpr size_t kMaxNameBytes = 4096;
+// How long the end of a timeline waits for the notes of other ranks.
+constexpr auto kLastNotes = std::chrono::seconds(2);
 
 }  // namespace
 
@@ -19,15 +21,30 @@ Result<std::unique_ptr<Group>> Group::Connect(Listener* listener, const std::vec
     return Status(Code::kInvalid, "rank " + std::to_string(me.rank) + " is not one of " +
                                       std::to_string(me.size) + " endpoints");
   }
-  if (me.size == 1) return std::unique_ptr<Group>(new Group(Topology(), std::make_unique<Solo>()));
+  const bool writes = me.rank == 0 && !options.timeline.empty();
+  if (writes) HVD_RETURN_IF_ERROR(TraceFile::Check(options.timeline));  // before others are waited for
+  if (me.size == 1) {
+    std::unique_ptr<Group> solo(new Group(Topology(), std::make_unique<Solo>()));
+    if (writes) HVD_RETURN_IF_ERROR(solo->StartTimeline(options.timeline, options.timeline_mark_cycles));
+    return solo;
+  }
   if (listener == nullptr) return Status(Code::kInvalid, "a Group of several ranks needs a listener");
   if (me.token.empty()) return Status(Code::kInvalid, "a Group of several ranks needs a token");
   const auto topology = TopologyOf(endpoints, me.rank);
   if (!topology.ok()) return topology.status();
   auto engine = ConnectScheduler(*listener, endpoints, me, options);
   if (!engine.ok()) return engine.status();
-  return std::unique_ptr<Group>(new Group(topology.value(), std::move(engine).value()));
+  std::unique_ptr<Group> group(new Group(topology.value(), std::move(engine).value()));
+  if (writes) HVD_RETURN_IF_ERROR(group->StartTimeline(options.timeline, options.timeline_mark_cycles));
+  return group;
 }
+
+Status Group::StartTimeline(const std::string& path, bool mark_cycles) {
+  HVD_RETURN_IF_ERROR(status());
+  return engine_->tracer().Start(path, mark_cycles);
+}
+
+void Group::StopTimeline() { engine_->tracer().Stop(kLastNotes); }
 
 Status Group::Check(const Request& request) const {
   if (request.name.empty()) return Status(Code::kInvalid, "a collective needs a name");

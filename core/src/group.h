@@ -51,6 +51,10 @@ class Group {
   // hosts, or no reading of each other's memory. The Group outlives the plan.
   std::shared_ptr<Plan> JoinPlan(const PlanOffer& offer) EXCLUDES(mutex_);
 
+  // Tracer says what they do.
+  Status StartTimeline(const std::string& path, bool mark_cycles);
+  void StopTimeline();
+
   void Abort(const std::string& reason) { engine_->Abort(reason); }
   void Close() EXCLUDES(mutex_);
   Status status() const { return engine_->status(); }

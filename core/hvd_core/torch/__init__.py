@@ -26,6 +26,8 @@ from ..basics import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from ..errors import HorovodInternalError
 from ..group import ReduceOp
@@ -103,5 +105,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -9,11 +9,10 @@
 namespace hvd {
 
 // CLOCK_MONOTONIC: one clock for all processes of a host.
-inline int64_t NowNs() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+inline int64_t ToNs(std::chrono::steady_clock::time_point at) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
 }
+inline int64_t NowNs() { return ToNs(std::chrono::steady_clock::now()); }
 
 // The numbers travel between ranks: append, never reorder.
 enum class Phase : uint8_t { kCopyIn, kWait, kReduce, kWire, kCopyOut };

@@ -124,7 +124,8 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
                                     Seconds(options.stall_warn_s),
                                     Seconds(options.stall_shutdown_s),
                                     Seconds(options.peer_timeout_s),
-                                    {wire_dtype.value()}};
+                                    {wire_dtype.value()},
+                                    !options.timeline.empty()};
   return std::unique_ptr<Engine>(std::make_unique<Scheduler>(scheduling, t, std::move(exchange),
                                                              std::move(arena).value(), std::move(data)));
 }

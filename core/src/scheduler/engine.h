@@ -11,6 +11,7 @@
 
 #include "scheduler/handle.h"
 #include "scheduler/request.h"
+#include "scheduler/tracer.h"
 
 namespace hvd {
 
@@ -24,6 +25,7 @@ struct Submission {
   std::shared_ptr<const Request> request;
   std::vector<Buffer> buffers;
   std::shared_ptr<Handle> handle;
+  int64_t queued_ns = 0;  // only while a timeline is written
 };
 
 // A collective on one tensor as its caller has it, without memory of its own.
@@ -86,6 +88,8 @@ class Engine {
   // A descriptor that becomes readable when the Group is dead.
   virtual int death_fd() const = 0;
   virtual const Counters& counters() const = 0;
+  // Start, Stop and trace() are for any thread.
+  virtual Tracer& tracer() = 0;
 };
 
 }  // namespace hvd

@@ -67,6 +67,7 @@ struct Decision {
 
 // The decisions of one moment, in one order for all ranks; Fuse() says which fused batches they make.
 struct Round {
+  int64_t known_ns = 0;        // when this rank heard of it, for the timeline; does not travel
   uint64_t fusion_nbytes = 0;  // the coordinator's
   std::vector<Decision> decisions;
 };

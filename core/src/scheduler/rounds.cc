@@ -32,6 +32,7 @@ Status Broken(int rank, const char* what) {
 Result<bool> Scheduler::Turn(bool poll) {
   const auto before = counters_.collectives.load(std::memory_order_relaxed);
   if (poll) {
+    tracer_.Step();
     exchange_->Poll(Clock::now());
     next_poll_ = Clock::now() + kPollEvery;
     HVD_RETURN_IF_ERROR(HandleFrames());
@@ -42,8 +43,12 @@ Result<bool> Scheduler::Turn(bool poll) {
   for (;;) {
     HVD_RETURN_IF_ERROR(ReadRounds());
     if (rounds_.empty()) break;
-    const Round round = std::move(rounds_.front());
+    Round round = std::move(rounds_.front());
     rounds_.pop_front();
+    if (tracer_.trace() != nullptr) {
+      for (Round& known : rounds_) known.known_ns = known.known_ns == 0 ? NowNs() : known.known_ns;
+      round.known_ns = round.known_ns == 0 ? NowNs() : round.known_ns;
+    }
     HVD_RETURN_IF_ERROR(Execute(round));
   }
   // After the rounds: a peer may have left or died after it had a part in them.
@@ -216,6 +221,9 @@ Status Scheduler::HandleFrames() {
         const auto code = static_cast<Code>(in.Get<uint8_t>());
         return Status(code == Code::kOk ? Code::kAborted : code, in.GetString());
       }
+      case FrameKind::kTrace:
+        tracer_.OnFrame(frame->peer, frame->payload);
+        break;
       case FrameKind::kBye:
       case FrameKind::kBeat:
         break;
@@ -262,6 +270,7 @@ Status Scheduler::TellMailboxes(const Round& round) {
 // -- peers ------------------------------------------------------------------------------------------------
 
 Status Scheduler::Tick(int awaited_rank) {
+  tracer_.Step();
   exchange_->Poll(Clock::now());
   HVD_RETURN_IF_ERROR(HandleFrames());
   {
@@ -403,11 +412,15 @@ Status Scheduler::Execute(const Round& round) {
       next_poll_ = begin + kPollEvery;
     }
     interruptible_at_ = begin + kBatchAfterSignal;
+    Trace* const trace = tracer_.trace();
+    arena_->ShowPhases(trace == nullptr ? nullptr : &phases_);
     HVD_RETURN_IF_ERROR(RunBatch(batch));
+    if (trace != nullptr) NoteBatch(*trace, batch, ToNs(begin));
     counters_.work_ns += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
     ++counters_.fused_batches;
   }
   doing_ = nullptr;
+  if (Trace* trace = tracer_.trace()) NoteRound(*trace, round);
   Complete();
   return Status::Ok();
 }

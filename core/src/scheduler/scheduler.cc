@@ -38,6 +38,9 @@ constexpr auto kIdle = std::chrono::seconds(60);
 constexpr auto kFullMailbox = std::chrono::milliseconds(1);
 // How long a dying or closing rank tries to tell the others why.
 constexpr auto kLastWords = std::chrono::milliseconds(500);
+// How long rank 0 waits for what the others still have to say for the timeline, when it closes or dies.
+constexpr auto kLastNotes = std::chrono::milliseconds(1000);
+constexpr auto kLastNotesOfTheDying = std::chrono::milliseconds(300);
 
 void Pause() {
 #if defined(__x86_64__)
@@ -84,11 +87,19 @@ Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
       next_poll_(Clock::now()),
       next_stall_check_(Clock::now() + kStallCheckEvery),
       known_(kCacheCapacity),
+      tracer_(options.rank, options.size, topology.SameHost(0),
+              {[this](int rank, const std::string& payload) { PostTrace(rank, payload); },
+               [this](const std::string& payload) { PostTrace(-1, payload); },
+               [this] {
+                 exchange_->Wake();
+                 RingBell();
+               }}),
       death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       bell_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       pid_(::getpid()) {
   if (topology.hosts() == 1 && options.size <= Mailboxes::kMostRanks)
     mailboxes_ = std::make_unique<Mailboxes>(*arena_);
+  if (options.expect_timeline) tracer_.Expect();
   // Signals are for the threads of the program.
   sigset_t all, before;
   ::sigfillset(&all);
@@ -114,6 +125,7 @@ Status Scheduler::Submit(Submission submission, Then then) {
     }
     submitted_.push_back(name);
     num_pending_.fetch_add(1, std::memory_order_relaxed);
+    if (tracer_.trace() != nullptr) submission.queued_ns = NowNs();
     pending_.emplace(name, std::move(submission));
   }
   NewsFor(then);
@@ -133,6 +145,7 @@ Result<std::shared_ptr<Handle>> Scheduler::SubmitAgain(const Call& call, Then th
     handle = std::make_shared<Handle>(known.request);
     known.pending.buffers.assign(1, call.buffer);
     known.pending.handle = handle;
+    known.pending.queued_ns = tracer_.trace() == nullptr ? 0 : NowNs();
     known.announced = false;
     submitted_ids_.push_back(entry->id);
     num_pending_.fetch_add(1, std::memory_order_relaxed);
@@ -278,7 +291,7 @@ bool Scheduler::HasNews() {
 
 // Sleeps with the baton until something comes. False if a signal came.
 bool Scheduler::Doze(Clock::time_point until) {
-  until = std::min({until, exchange_->next_beat(), Clock::now() + kStallCheckEvery});
+  until = std::min({until, exchange_->next_beat(), tracer_.next_step(), Clock::now() + kStallCheckEvery});
   if (!unannounced_.empty()) until = std::min(until, Clock::now() + kFullMailbox);
   dozing_.store(true, std::memory_order_seq_cst);
   if (mailboxes_ != nullptr) mailboxes_->SetAsleep(true);
@@ -326,6 +339,7 @@ void Scheduler::Run() {
     const bool quick = negotiator_.idle() && (mailboxes_ == nullptr || !IsCoordinator());
     due =
         std::min(exchange_->next_beat(), Clock::now() + (quick ? Clock::duration(kIdle) : kStallCheckEvery));
+    due = std::min(due, tracer_.next_step());
     if (!unannounced_.empty()) due = std::min(due, Clock::now() + kFullMailbox);
     baton_.Unlock();
     if (!status.ok()) Fail(status);
@@ -411,6 +425,7 @@ void Scheduler::End() {
     if (reason.ok() && abort_) reason = Status(Code::kAborted, abort_reason_);
   }
   if (!reason.ok()) return Die(reason, true);
+  EndTimeline(kLastNotes);
   exchange_->PostAll(FrameKind::kBye, {});
   exchange_->Linger(Clock::now() + kLastWords);
   Die(Status(Code::kShutdown, "the Group is closed"), false);
@@ -423,6 +438,8 @@ void Scheduler::Die(const Status& status, bool tell_peers) {
     payload.Put(static_cast<uint8_t>(status.code()));
     payload.PutString(status.text());
     exchange_->PostAll(FrameKind::kAbort, payload.Take());
+    if (Trace* trace = tracer_.trace()) NotePending(*trace);
+    if (!IsCoordinator()) tracer_.Finish();
   }
   std::vector<std::shared_ptr<Handle>> pending;
   {
@@ -439,6 +456,7 @@ void Scheduler::Die(const Status& status, bool tell_peers) {
   }
   Ring(death_.get());
   for (const auto& handle : pending) handle->Complete(status);
+  if (tell_peers) EndTimeline(kLastNotesOfTheDying);
   if (tell_peers) exchange_->Linger(Clock::now() + kLastWords);
 }
 

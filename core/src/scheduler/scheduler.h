@@ -28,6 +28,7 @@ struct SchedulerOptions {
   Clock::duration stall_shutdown{};  // zero: never
   Clock::duration peer_timeout = Seconds(30);
   CollectivesOptions collectives{};
+  bool expect_timeline = false;      // rank 0 will begin one at once
 };
 
 // The Engine of a Group of two or more ranks. It announces what was submitted, lets the negotiator decide (on
@@ -57,6 +58,7 @@ class Scheduler final : public Engine {
   Status status() const override EXCLUDES(mutex_);
   int death_fd() const override { return death_.get(); }
   const Counters& counters() const override { return counters_; }
+  Tracer& tracer() override { return tracer_; }
 
  private:
   // What all ranks agreed on, and this rank's part in it.
@@ -117,6 +119,19 @@ class Scheduler final : public Engine {
   Status RunPlan(const Running& running, uint32_t member) REQUIRES(baton_);
   Status AwaitSegment(int rank, const Location& place) REQUIRES(baton_);
   Status Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece) REQUIRES(baton_);
+
+  // -- round_notes.cc: what the timeline hears; called only while one is written
+  struct NotedBatch {
+    std::vector<TensorRef> tensors;
+    uint64_t number;
+    int64_t begin_ns, end_ns;
+  };
+  void NoteBatch(Trace& trace, const std::vector<TensorRef>& batch, int64_t begin_ns) REQUIRES(baton_);
+  void NoteRound(Trace& trace, const Round& round) REQUIRES(baton_);
+  void NotePending(Trace& trace) REQUIRES(baton_) EXCLUDES(mutex_);
+  void PostTrace(int rank, const std::string& payload) NO_THREAD_SAFETY_ANALYSIS;
+  void EndTimeline(Clock::duration patience) REQUIRES(baton_);
+
   std::string Doing() const REQUIRES(baton_);
   std::string PendingName() EXCLUDES(mutex_);
   bool IsCoordinator() const { return options_.rank == 0; }
@@ -142,6 +157,9 @@ class Scheduler final : public Engine {
   std::vector<Agreed> agreed_ GUARDED_BY(baton_);  // of running_
   const Member* doing_ GUARDED_BY(baton_) = nullptr;
   const Request* doing_in_ GUARDED_BY(baton_) = nullptr;
+  // Of the batches of the round that is being run, while a timeline is written.
+  std::vector<NotedBatch> noted_ GUARDED_BY(baton_);
+  Phases phases_ GUARDED_BY(baton_);
   const Interrupt* interrupt_ GUARDED_BY(baton_) = nullptr;  // of the thread that has the baton
   Clock::time_point interruptible_at_ GUARDED_BY(baton_);
   Clock::time_point next_poll_ GUARDED_BY(baton_);
@@ -174,6 +192,7 @@ class Scheduler final : public Engine {
   std::atomic<uint64_t> drives_{0};       // how often a thread of the program took the baton
 
   Counters counters_;
+  Tracer tracer_;  // its Step() and what else is the engine's: with the baton
   UniqueFd death_, bell_;
   const pid_t pid_;
   Mutex close_mutex_;

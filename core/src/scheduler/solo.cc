@@ -9,7 +9,7 @@
 
 namespace hvd {
 
-Solo::Solo() {
+Solo::Solo() : tracer_(0, 1, true, {[](int, const std::string&) {}, [](const std::string&) {}, [] {}}) {
   int ends[2];
   if (::pipe(ends) != 0) return;  // then death_fd() is -1, which select refuses
   death_read_.Reset(ends[0]);
@@ -21,13 +21,25 @@ Status Solo::Submit(Submission submission, Then) {
   HVD_RETURN_IF_ERROR(status());
   const Request& request = *submission.request;
   const auto begin = Clock::now();
+  uint64_t nbytes = 0;
   for (size_t i = 0; i < request.members.size(); ++i) {
     HVD_RETURN_IF_ERROR(Run(request, submission.buffers[i], i, *submission.handle));
     ++counters_.fused_batches;
-    counters_.nbytes += request.members[i].nbytes();
+    nbytes += request.members[i].nbytes();
   }
+  counters_.nbytes += nbytes;
   counters_.work_ns += static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
-  ++counters_.collectives;
+  const uint64_t number = counters_.collectives++;
+  if (Trace* trace = tracer_.trace()) {
+    const int64_t begin_ns = ToNs(begin), end_ns = NowNs();
+    trace->Batch({BatchRow::kEager, number, Name(request.op), static_cast<uint32_t>(request.members.size()),
+                  nbytes, begin_ns, end_ns},
+                 {});
+    for (const Member& member : request.members) {
+      trace->Tensor({member.name, Name(request.op), BatchRow::kEager, number, member.nbytes(), begin_ns,
+                     begin_ns, begin_ns, end_ns, end_ns, false});
+    }
+  }
   submission.handle->Complete(Status::Ok());
   return Status::Ok();
 }
@@ -67,6 +79,11 @@ Status Solo::Run(const Request& request, const Buffer& buffer, size_t index, Han
 Status Solo::status() const {
   MutexLock lock(mutex_);
   return dead_;
+}
+
+void Solo::Close() {
+  Die(Status(Code::kShutdown, "the Group is closed"));
+  tracer_.CloseFile();
 }
 
 void Solo::Die(const Status& status) {

@@ -18,16 +18,18 @@ class Solo final : public Engine {
   bool Wait(Handle&, Clock::time_point, const Interrupt&) override { return true; }
   void AddSegment(uint32_t, std::shared_ptr<Segment>) override {}
   void Abort(const std::string& reason) override { Die(Status(Code::kAborted, reason)); }
-  void Close() override { Die(Status(Code::kShutdown, "the Group is closed")); }
+  void Close() override;
   Status status() const override EXCLUDES(mutex_);
   int death_fd() const override { return death_read_.get(); }
   const Counters& counters() const override { return counters_; }
+  Tracer& tracer() override { return tracer_; }
 
  private:
   Status Run(const Request& request, const Buffer& buffer, size_t index, Handle& handle);
   void Die(const Status& status) EXCLUDES(mutex_);
 
   Counters counters_;
+  Tracer tracer_;
   UniqueFd death_read_, death_write_;
   mutable Mutex mutex_;
   Status dead_ GUARDED_BY(mutex_);

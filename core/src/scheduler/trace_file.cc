@@ -25,15 +25,23 @@ void StepBack() {
 #endif
 }
 
+Status OpenFile(const std::string& path, UniqueFd* fd) {
+  fd->Reset(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (fd->valid()) return Status::Ok();
+  return Status(Code::kInvalid, "the timeline cannot be written to '" + path + "': " + std::strerror(errno));
+}
+
 }  // namespace
 
 Result<std::unique_ptr<TraceFile>> TraceFile::Open(const std::string& path, Trace* own, TraceChunk mine) {
-  UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
-  if (!fd.valid()) {
-    return Status(Code::kInvalid,
-                  "the timeline cannot be written to '" + path + "': " + std::strerror(errno));
-  }
+  UniqueFd fd;
+  HVD_RETURN_IF_ERROR(OpenFile(path, &fd));
   return std::unique_ptr<TraceFile>(new TraceFile(path, std::move(fd), own, std::move(mine)));
+}
+
+Status TraceFile::Check(const std::string& path) {
+  UniqueFd fd;
+  return OpenFile(path, &fd);
 }
 
 TraceFile::TraceFile(std::string path, UniqueFd fd, Trace* own, TraceChunk mine)

@@ -29,6 +29,8 @@ class TraceFile {
   // `own`: the notes of this rank, which `mine` says the rank and place of; taken from time to time. kInvalid
   // if the path cannot be written.
   static Result<std::unique_ptr<TraceFile>> Open(const std::string& path, Trace* own, TraceChunk mine);
+  // Whether Open would succeed; makes an empty file.
+  static Status Check(const std::string& path);
   ~TraceFile() { Close(); }
   TraceFile(const TraceFile&) = delete;
   TraceFile& operator=(const TraceFile&) = delete;

@@ -8,12 +8,14 @@
 namespace hvd {
 namespace {
 
-constexpr uint32_t kBatchRows = 1;  // + BatchRow
+constexpr uint32_t kBatchRows = 1;  // + kBatchRowsEach * BatchRow
+constexpr uint32_t kBatchRowsEach = 400;
 constexpr uint32_t kNamedRows = 1000;
 constexpr uint32_t kSharedRows = 100000;
 // Of more names than this the rest share rows.
 constexpr size_t kMostNames = 4096;
 
+const char* const kBatchTitles[] = {"fused batches", "plan batches"};
 const char* const kPhaseNames[kNumPhases] = {"copy in", "wait", "reduce", "wire", "copy out"};
 
 void AppendNumber(int64_t value, std::string* out) {
@@ -71,7 +73,9 @@ class TraceJson::Writer final : public NoteReader {
       : json_(json), rank_(rank), process_(process), ahead_ns_(ahead_ns), out_(out) {}
 
   void OnBatch(const BatchTrace& b, const std::vector<PhaseSpan>& phases) override {
-    const uint32_t row = kBatchRows + static_cast<uint32_t>(b.row);
+    const auto which = static_cast<size_t>(b.row);
+    const uint32_t first = kBatchRows + kBatchRowsEach * static_cast<uint32_t>(which);
+    const uint32_t row = FreeRow(first, &process_->batches[which], kBatchTitles[which], b.begin_ns, b.end_ns);
     Begin("batch", row, b.begin_ns, b.end_ns, "batch", b.number);
     out_->append(",\"args\":{\"what\":");
     AppendText(b.what, out_);
@@ -190,16 +194,21 @@ class TraceJson::Writer final : public NoteReader {
         }
       }
     }
-    auto& shared = process_->shared;
+    return FreeRow(kSharedRows, &process_->shared, "other tensors", t.queued_ns, t.done_ns);
+  }
+
+  // The first of the rows from `first` on that is free at begin_ns; free_at says when each is.
+  uint32_t FreeRow(uint32_t first, std::vector<int64_t>* free_at, const char* title, int64_t begin_ns,
+                   int64_t end_ns) {
     const auto free =
-        std::find_if(shared.begin(), shared.end(), [&](int64_t at) { return at <= t.queued_ns; });
-    const auto index = static_cast<uint32_t>(free - shared.begin());
-    if (free == shared.end()) {
-      shared.push_back(0);
-      RowMetadata(kSharedRows + index, "other tensors");
+        std::find_if(free_at->begin(), free_at->end(), [&](int64_t at) { return at <= begin_ns; });
+    const auto index = static_cast<uint32_t>(free - free_at->begin());
+    if (free == free_at->end()) {
+      free_at->push_back(0);
+      RowMetadata(first + index, title);
     }
-    shared[index] = t.done_ns;
-    return kSharedRows + index;
+    (*free_at)[index] = end_ns;
+    return first + index;
   }
 
   TraceJson* const json_;
@@ -217,8 +226,6 @@ bool TraceJson::Add(int rank, std::string_view place, int64_t ahead_ns, std::str
     writer.Metadata(0, "process_name", "name",
                     "rank " + std::to_string(rank) + " (" + std::string(place) + ")");
     writer.Metadata(0, "process_sort_index", "sort_index", std::to_string(rank));
-    writer.RowMetadata(kBatchRows, "fused batches");
-    writer.RowMetadata(kBatchRows + 1, "plan batches");
   }
   return ReadNotes(notes, &writer);
 }

@@ -30,7 +30,9 @@ class TraceJson {
   class Writer;
   struct Process {
     std::unordered_map<uint32_t, int64_t> named;  // by row: when it is free again
-    std::vector<int64_t> shared;                  // the same of the shared rows
+    std::vector<int64_t> shared;                  // the same of the shared rows,
+    std::vector<int64_t> batches[2];              // and of those of batches: one, unless threads of a rank
+                                                  // compute side by side
   };
 
   const int64_t zero_ns_;

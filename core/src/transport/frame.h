@@ -16,6 +16,7 @@ enum class FrameKind : uint8_t {
   kDecide,       // from the coordinator: what to do next, in one order for all
   kAbort,        // the Group is dead, with the reason
   kBye,          // the sender closed the Group; its connections end next
+  kTrace,        // between the Tracers
   kBeat,         // still there
 };
 
