@@ -11,6 +11,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidArgument, NotInitialized
@@ -130,6 +131,12 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts."""
     return default_group().cross_size
+
+
+def long_phase(name: str, timeout_s: float) -> AbstractContextManager[None]:
+    """`with long_phase("checkpoint", timeout_s=300):` around what only some ranks do while the others wait in
+    a collective; see `Group.long_phase`."""
+    return default_group().long_phase(name, timeout_s)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

@@ -8,8 +8,9 @@ float64.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -327,6 +328,19 @@ class Group:
         """Counters since `connect`: `collectives` completed, `fused_batches` run, `nbytes` of this rank's
         tensors, `work_s` seconds spent in the batches (waiting for peers in them included)."""
         return self._native.stats()
+
+    @contextlib.contextmanager
+    def long_phase(self, name: str, timeout_s: float) -> Iterator[None]:
+        """Declares that this rank now does something long, such as a checkpoint, which the others may rightly
+        wait for: for at most `timeout_s` seconds no stall ends the Group (`stall_shutdown_s`), and warnings
+        name the phase. May be nested. On any rank, no other need take part."""
+        self._check()
+        self._native.begin_phase(name, timeout_s)
+        try:
+            yield
+        finally:
+            if not self._closed:
+                self._native.end_phase()
 
     def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Rank 0: begins to write what all ranks do to `path`, in the Trace Event Format of Perfetto and

@@ -44,6 +44,15 @@ Status Group::StartTimeline(const std::string& path, bool mark_cycles) {
   return engine_->tracer().Start(path, mark_cycles);
 }
 
+Status Group::BeginPhase(const std::string& name, double timeout_s) {
+  if (!(timeout_s > 0)) {
+    return Status(Code::kInvalid,
+                  "phase '" + name + "' needs a positive timeout_s, not " + std::to_string(timeout_s));
+  }
+  engine_->DeclarePhase({true, name, timeout_s});
+  return Status::Ok();
+}
+
 void Group::StopTimeline() { engine_->tracer().Stop(kLastNotes); }
 
 Status Group::Check(const Request& request) const {

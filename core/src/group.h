@@ -55,6 +55,10 @@ class Group {
   Status StartTimeline(const std::string& path, bool mark_cycles);
   void StopTimeline();
 
+  // kInvalid for a time that is not positive.
+  Status BeginPhase(const std::string& name, double timeout_s);
+  void EndPhase() { engine_->DeclarePhase({}); }
+
   void Abort(const std::string& reason) { engine_->Abort(reason); }
   void Close() EXCLUDES(mutex_);
   Status status() const { return engine_->status(); }

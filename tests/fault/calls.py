@@ -67,6 +67,28 @@ def fork_a_child(group: Group) -> int:
     return pid
 
 
+def add_after_a_long_phase(group: Group, name: str, seconds: float, timeout_s: float) -> tuple[str, str]:
+    """Lets the others wait in `name` while it is in a declared phase."""
+    with group.long_phase("checkpoint", timeout_s):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and group.reason is None:
+            select.select([group], [], [], end - time.monotonic())
+    try:
+        add(group, name)
+    except (CollectiveTimeout, Aborted) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fork_a_child_that_stays(group: Group) -> int:
+    """The child keeps copies of all descriptors of this rank; the pid is the test's to kill."""
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    return pid
+
+
 def abort(group: Group, reason: str) -> float:
     at = time.monotonic()
     group.abort(reason)

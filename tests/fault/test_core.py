@@ -22,11 +22,13 @@ from hvd_core.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from .calls import (
     abort,
     add,
+    add_after_a_long_phase,
     add_again_after_death,
     add_until_it_fails,
     close,
     disagree,
     fork_a_child,
+    fork_a_child_that_stays,
     gather_more_than_memory,
     hold_the_gil_then_add,
     is_done_within,
@@ -81,6 +83,22 @@ def test_death_is_noticed_although_a_child_of_the_rank_keeps_its_connections() -
         assert reason is not None
         assert "rank 0" in reason
         assert at - killed_at < 0.5
+
+
+def test_a_child_that_holds_its_sockets_does_not_hide_a_death() -> None:
+    with connected_ranks(3) as ranks:
+        child = ranks[1].call(fork_a_child_that_stays)
+        try:
+            for survivor in (ranks[0], ranks[2]):
+                survivor.start(wait_in_vain, "y")
+            killed_at = ranks[1].kill()
+            for survivor in (ranks[0], ranks[2]):
+                kind, text, at = survivor.result()
+                assert kind == "PeerLost"
+                assert "rank 1" in text
+                assert at - killed_at < 0.5
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_stopped_rank_is_reported_as_stopped() -> None:
@@ -158,6 +176,27 @@ def test_a_stall_names_ranks_and_tensors_then_ends() -> None:
             assert "rank 1" in text
             assert "'mine'" in text
             assert "'yours'" in text
+
+
+def test_a_declared_phase_is_no_stall() -> None:
+    with connected_ranks(2, stall_warn_s=0.2, stall_shutdown_s=0.6) as ranks:
+        for phased in (1, 0):
+            waits = ranks[1 - phased]
+            waits.start(wait_in_vain, f"x{phased}")
+            assert ranks[phased].call(add_after_a_long_phase, f"x{phased}", 1.5, 30.0) == ("", "")
+            assert waits.result()[:2] == ("", "")
+
+
+def test_a_declared_phase_that_takes_too_long_is_a_stall() -> None:
+    with connected_ranks(2, stall_warn_s=0.2, stall_shutdown_s=0.6) as ranks:
+        ranks[0].start(wait_in_vain, "x")
+        began_at = time.monotonic()
+        kind, text = ranks[1].call(add_after_a_long_phase, "x", 15.0, 0.7)
+        assert kind == "CollectiveTimeout"
+        assert "rank 1 is in 'checkpoint'" in text
+        assert "'x'" in text
+        assert 1.3 <= time.monotonic() - began_at < 8
+        assert ranks[0].result()[:2] == (kind, text)
 
 
 def test_a_mismatch_reaches_all_and_the_group_lives_on() -> None:

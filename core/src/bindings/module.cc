@@ -488,10 +488,10 @@ std::unique_ptr<GroupFace> Connect(Listener* listener, const std::vector<std::st
   bool raised = false;
   const auto ask = [&] { return raised = unlocked->HasSignalRaised(); };
   GroupOptions options{fusion_bytes,     chunk_bytes,
-                             peer_reads,       connect_timeout_s,
-                             peer_timeout_s,   stall_warn_s,
-                             stall_shutdown_s, ring_streams,
-                             wire_dtype,       IsMainThread() ? ask : std::function<bool()>()};
+                       peer_reads,       connect_timeout_s,
+                       peer_timeout_s,   stall_warn_s,
+                       stall_shutdown_s, ring_streams,
+                       wire_dtype,       IsMainThread() ? ask : std::function<bool()>()};
   options.timeline = timeline;
   options.timeline_mark_cycles = timeline_mark_cycles;
   Result<std::unique_ptr<Group>> group = Group::Connect(listener, endpoints, me, options);
@@ -575,6 +575,13 @@ NB_MODULE(_native, m) {
       .def("empty", &Empty, "nbytes"_a)
       .def(
           "abort", [](GroupFace& face, const std::string& reason) { face.group->Abort(reason); }, "reason"_a)
+      .def(
+          "begin_phase",
+          [](GroupFace& face, const std::string& name, double timeout_s) {
+            RaiseIfError(face.group->BeginPhase(name, timeout_s));
+          },
+          "name"_a, "timeout_s"_a)
+      .def("end_phase", [](GroupFace& face) { face.group->EndPhase(); })
       .def(
           "start_timeline",
           [](GroupFace& face, const std::string& path, bool mark_cycles) {

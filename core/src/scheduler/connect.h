@@ -21,7 +21,7 @@ struct GroupOptions {
   int ring_streams = 2;
   std::string wire_dtype;             // between hosts: "", or "bf16" or "fp16" for float sums
   std::function<bool()> interrupted;  // if set, asked ten times a second whether to give up connecting
-  std::string timeline;  // rank 0 writes one to this file; "" for none
+  std::string timeline{};             // rank 0 writes one to this file; "" for none
   bool timeline_mark_cycles = false;
 };
 

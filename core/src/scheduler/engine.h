@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "scheduler/handle.h"
+#include "scheduler/long_phases.h"
 #include "scheduler/request.h"
 #include "scheduler/tracer.h"
 
@@ -79,6 +80,8 @@ class Engine {
   // Makes `segment` (number > 0, counted by the caller) known to the other ranks, before anything that is
   // submitted later.
   virtual void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) = 0;
+  // Waiting for this rank is legal for a while, or no longer.
+  virtual void DeclarePhase(PhaseNews news) = 0;
   // Kills the Group on all ranks with this reason.
   virtual void Abort(const std::string& reason) = 0;
   // Pending handles get kShutdown. Idempotent, bounded in time.

@@ -66,6 +66,7 @@ Status Scheduler::TakeSubmissions() {
   news_.store(false, std::memory_order_seq_cst);
   std::vector<Announcement> announcements;
   std::vector<std::pair<uint32_t, std::shared_ptr<Segment>>> segments;
+  std::vector<PhaseNews> phases;
   {
     MutexLock lock(mutex_);
     if (abort_) return Status(Code::kAborted, abort_reason_);
@@ -79,7 +80,9 @@ Status Scheduler::TakeSubmissions() {
     for (const std::string& name : submitted_) announcements.push_back({kNoId, *pending_.at(name).request});
     submitted_.clear();
     segments.swap(new_segments_);
+    phases.swap(phase_news_);
   }
+  for (const PhaseNews& news : phases) TellPhase(news);
   for (auto& [number, segment] : segments) {
     Writer payload;
     payload.Put(number);
@@ -221,6 +224,14 @@ Status Scheduler::HandleFrames() {
         const auto code = static_cast<Code>(in.Get<uint8_t>());
         return Status(code == Code::kOk ? Code::kAborted : code, in.GetString());
       }
+      case FrameKind::kPhase: {
+        Reader in(frame->payload);
+        PhaseNews news{in.Get<uint8_t>() != 0, {}, in.Get<double>()};
+        news.name = in.GetString();
+        if (!in.ok() || !IsCoordinator()) return Broken(frame->peer, "phase");
+        long_phases_.Hear(frame->peer, news, Clock::now());
+        break;
+      }
       case FrameKind::kTrace:
         tracer_.OnFrame(frame->peer, frame->payload);
         break;
@@ -294,6 +305,15 @@ Status Scheduler::Tick(int awaited_rank) {
   return Status::Ok();
 }
 
+void Scheduler::TellPhase(const PhaseNews& news) {
+  if (IsCoordinator()) return long_phases_.Hear(0, news, Clock::now());
+  Writer payload;
+  payload.Put(static_cast<uint8_t>(news.begins));
+  payload.Put(news.timeout_s);
+  payload.PutString(news.name);
+  exchange_->Post(0, FrameKind::kPhase, payload.Take());
+}
+
 Status Scheduler::CheckPeers() {
   if (const Status& lost = exchange_->lost(); !lost.ok()) {
     const std::string waiting = PendingName();
@@ -324,18 +344,21 @@ Status Scheduler::CheckStalls() {
   if (!IsCoordinator() || now < next_stall_check_) return Status::Ok();
   next_stall_check_ = now + kStallCheckEvery;
   const auto waits = negotiator_.Waits();
+  const auto excused_until = long_phases_.ExcusedUntil(now);
   std::unordered_map<std::string, Clock::time_point> warned;
   for (const auto& waiting : waits) {
     const auto age = now - waiting.since;
-    if (options_.stall_shutdown > Clock::duration::zero() && age > options_.stall_shutdown) {
-      return Status(Code::kTimeout,
-                    negotiator_.Describe(waiting) + " for " + SecondsText(age) + " (stall_shutdown_s)");
+    const auto unexcused = now - std::max(waiting.since, excused_until);
+    if (options_.stall_shutdown > Clock::duration::zero() && unexcused > options_.stall_shutdown) {
+      return Status(Code::kTimeout, negotiator_.Describe(waiting) + " for " + SecondsText(age) +
+                                        " (stall_shutdown_s)" + long_phases_.Describe(now));
     }
     if (age < options_.stall_warn) continue;
     const auto before = stall_warned_.find(waiting.name);
     const bool told = before != stall_warned_.end() && before->second == waiting.since;
     if (!told)
-      Log(Level::kWarning, negotiator_.Describe(waiting) + " for " + SecondsText(age) + " (stall_warn_s)");
+      Log(Level::kWarning, negotiator_.Describe(waiting) + " for " + SecondsText(age) + " (stall_warn_s)" +
+                               long_phases_.Describe(now));
     warned[waiting.name] = waiting.since;
   }
   stall_warned_ = std::move(warned);

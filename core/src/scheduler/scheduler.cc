@@ -214,6 +214,14 @@ void Scheduler::AddSegment(uint32_t number, std::shared_ptr<Segment> segment) {
   news_.store(true, std::memory_order_seq_cst);
 }
 
+void Scheduler::DeclarePhase(PhaseNews news) {
+  {
+    MutexLock lock(mutex_);
+    phase_news_.push_back(std::move(news));
+  }
+  NewsFor(Then::kGoesOn);
+}
+
 void Scheduler::Abort(const std::string& reason) {
   {
     MutexLock lock(mutex_);

@@ -28,7 +28,7 @@ struct SchedulerOptions {
   Clock::duration stall_shutdown{};  // zero: never
   Clock::duration peer_timeout = Seconds(30);
   CollectivesOptions collectives{};
-  bool expect_timeline = false;      // rank 0 will begin one at once
+  bool expect_timeline = false;  // rank 0 will begin one at once
 };
 
 // The Engine of a Group of two or more ranks. It announces what was submitted, lets the negotiator decide (on
@@ -52,6 +52,7 @@ class Scheduler final : public Engine {
   bool Wait(Handle& handle, Clock::time_point deadline, const Interrupt& interrupt) override
       EXCLUDES(mutex_, baton_);
   void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) override EXCLUDES(mutex_);
+  void DeclarePhase(PhaseNews news) override EXCLUDES(mutex_);
   void Abort(const std::string& reason) override EXCLUDES(mutex_);
   // Says goodbye and ends the thread.
   void Close() override EXCLUDES(close_mutex_, mutex_, baton_);
@@ -103,6 +104,7 @@ class Scheduler final : public Engine {
   Status HandleAnnouncements(const Frame& frame) REQUIRES(baton_);
   Status Decide() REQUIRES(baton_);
   Status TellMailboxes(const Round& round) REQUIRES(baton_);
+  void TellPhase(const PhaseNews& news) REQUIRES(baton_);
   void WakeSleepers() REQUIRES(baton_);
   Status CheckPeers() REQUIRES(baton_) EXCLUDES(mutex_);
   Status CheckStalls() REQUIRES(baton_);
@@ -165,6 +167,7 @@ class Scheduler final : public Engine {
   Clock::time_point next_poll_ GUARDED_BY(baton_);
   Clock::time_point next_stall_check_ GUARDED_BY(baton_);
   std::unordered_map<std::string, Clock::time_point> stall_warned_ GUARDED_BY(baton_);
+  LongPhases long_phases_ GUARDED_BY(baton_);
 
   mutable Mutex mutex_;
   // Entries come and go under both mutexes; under mutex_ alone an entry can be found and submitted.
@@ -173,7 +176,8 @@ class Scheduler final : public Engine {
   std::vector<std::string> submitted_ GUARDED_BY(mutex_);                   // the same, in full
   std::unordered_map<std::string, Submission> pending_ GUARDED_BY(mutex_);  // in full, not done
   std::vector<std::pair<uint32_t, std::shared_ptr<Segment>>> new_segments_ GUARDED_BY(mutex_);
-  std::vector<Handle*> waiting_ GUARDED_BY(mutex_);  // of threads that wait while another one works
+  std::vector<PhaseNews> phase_news_ GUARDED_BY(mutex_);  // not yet told
+  std::vector<Handle*> waiting_ GUARDED_BY(mutex_);       // of threads that wait while another one works
   std::string abort_reason_ GUARDED_BY(mutex_);
   bool abort_ GUARDED_BY(mutex_) = false;
   bool close_ GUARDED_BY(mutex_) = false;

@@ -17,6 +17,7 @@ class Solo final : public Engine {
   }
   bool Wait(Handle&, Clock::time_point, const Interrupt&) override { return true; }
   void AddSegment(uint32_t, std::shared_ptr<Segment>) override {}
+  void DeclarePhase(PhaseNews) override {}
   void Abort(const std::string& reason) override { Die(Status(Code::kAborted, reason)); }
   void Close() override;
   Status status() const override EXCLUDES(mutex_);
