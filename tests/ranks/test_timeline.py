@@ -71,7 +71,13 @@ def _check_rows(events: list[dict[str, Any]]) -> None:
             open_until.append(event)
 
 
-def _check(events: list[dict[str, Any]], size: int, names: list[str], times: int) -> None:
+# The clocks of two hosts are compared by messages, which is exact to half the time that the fastest one took.
+_BETWEEN_HOSTS_US = 500.0
+
+
+def _check(
+    events: list[dict[str, Any]], size: int, names: list[str], times: int, blur_us: float = 0.002
+) -> None:
     _check_rows(events)
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(named) == list(range(size))
@@ -101,8 +107,8 @@ def _check(events: list[dict[str, Any]], size: int, names: list[str], times: int
                 negotiated.append(own[0]["ts"] + own[0]["dur"])
                 ended.append(batch["ts"] + batch["dur"])
             # On one clock: nobody agrees before all have asked, nobody is done before all have begun.
-            assert max(queued) <= min(negotiated) + 0.002
-            assert max(negotiated) <= min(ended)
+            assert max(queued) <= min(negotiated) + blur_us
+            assert max(negotiated) <= min(ended) + blur_us
 
 
 @pytest.mark.parametrize("layout", ["one host", "two hosts"])
@@ -119,7 +125,8 @@ def test_a_job_with_hvd_timeline(tmp_path: Path, layout: str) -> None:
         },
     )
     events = _events(path)
-    _check(events, 3, [*_NAMES, "rows"], _STEPS)
+    blur_us = _BETWEEN_HOSTS_US if layout == "two hosts" else 0.002
+    _check(events, 3, [*_NAMES, "rows"], _STEPS, blur_us)
     assert sum(e["name"] == "cycle" for e in events) >= 3 * _STEPS
     for rank, pid in enumerate(pids):
         assert any(
