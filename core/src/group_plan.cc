@@ -40,6 +40,7 @@ std::shared_ptr<Plan> Group::JoinPlan(const PlanOffer& offer) {
   host.has_cpu_for_each = meeting.has_cpu_for_each;
   host.stall_warn = meeting.stall_warn;
   host.stall_shutdown = meeting.stall_shutdown;
+  host.trace = [this] { return engine_->tracer().trace(); };
   auto plan = std::make_shared<Plan>(offer.spec, std::move(host));
   MutexLock lock(mutex_);
   std::erase_if(plans_, [](const auto& other) { return other.expired(); });

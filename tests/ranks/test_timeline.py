@@ -163,6 +163,43 @@ def test_a_timeline_of_a_part_of_a_job(tmp_path: Path, size: int) -> None:
     hvd_core.run(_start_and_stop, (str(tmp_path / "trace.json"),), num_proc=size)
 
 
+def _plan_steps(path: str) -> None:
+    import numpy as np
+
+    from hvd_core import basics
+
+    basics.init()
+    group = basics.default_group()
+    arrays = [np.ones(n, np.float32) for n in (10, 100_000, 500_000)]
+    tensors = [(f"grad/{i}", "float32", array.shape) for i, array in enumerate(arrays)]
+    plan = group.plan(tensors, name="plan", first_bytes=1 << 16)
+    assert plan is not None
+    group.barrier("agreed")
+    basics.start_timeline(path)
+    group.barrier("started")
+    for _ in range(3):
+        plan.begin()
+        for i, array in enumerate(arrays):
+            plan.ready(i, array.ctypes.data)
+        assert not plan.end(0)
+    basics.stop_timeline()
+    basics.shutdown()
+
+
+def test_a_plan_is_in_the_timeline_too(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    hvd_core.run(_plan_steps, (str(path),), num_proc=2)
+    events = _events(path)
+    _check_rows(events)
+    for rank in range(2):
+        batches = [e for e in events if e.get("cat") == "batch" and e["pid"] == rank and e["tid"] >= 100]
+        assert len(batches) >= 2 * 3
+        for name in ("grad/0", "grad/1", "grad/2"):
+            assert (
+                sum(e["name"] == name and e["pid"] == rank for e in events if e.get("cat") == "tensor") == 3
+            )
+
+
 def _die(rank_to_die: int, path: str) -> None:
     import numpy as np
 

@@ -103,6 +103,7 @@ Status Plan::Begin() {
     member.out = nullptr;
   }
   has_ended_ = is_settled_ = warned_ = false;
+  trace_ = host_.trace ? host_.trace() : nullptr;
   done_ = declared_ = 0;
   needs_.clear();
   outcome_ = {};
@@ -135,6 +136,7 @@ Status Plan::Give(uint32_t member, uint64_t in, std::byte* out) {
   state.out = out;
   if (!state.is_given) --batch.waiting;
   state.is_given = true;
+  if (trace_ != nullptr) state.given_ns = NowNs();
   if (batch.waiting == 0) {
     Declare(state.batch);
     Ring();
@@ -155,6 +157,7 @@ void Plan::Declare(size_t b) {
     place.out.store(reinterpret_cast<uintptr_t>(members_[m].out), std::memory_order_relaxed);
   }
   batch.is_declared = true;
+  if (trace_ != nullptr) batch.declared_ns = NowNs();
   ++declared_;
   mine().batch(b).declared.store(step_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
 }
@@ -195,10 +198,13 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
   if (!batch.is_resolved) {
     if (!IsDeclaredByAll(b)) return Status::Ok();
     Resolve(b);
+    if (trace_ != nullptr) batch.resolved_ns = NowNs();
   }
+  Phases* const phases = trace_ == nullptr ? nullptr : &batch.phases;
   if (batch.blocked > 0) return Status::Ok();
   if (!batch.is_reduced) {
-    HVD_RETURN_IF_ERROR(ReduceSlice(b));
+    if (trace_ != nullptr) batch.begun_ns = NowNs();
+    HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kReduce, [&] { return ReduceSlice(b); }));
     batch.is_reduced = true;
     mine().batch(b).reduced.store(step, std::memory_order_seq_cst);
     Ring();
@@ -208,13 +214,15 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
     if (rank == host_.rank || batch.fetched[static_cast<size_t>(rank)]) continue;
     const PlanWords& theirs = words_[static_cast<size_t>(rank)];
     if (theirs.batch(b).reduced.load(std::memory_order_acquire) != step) continue;
-    HVD_RETURN_IF_ERROR(Fetch(b, rank));
+    HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kCopyOut, [&] { return Fetch(b, rank); }));
     batch.fetched[static_cast<size_t>(rank)] = true;
     ++batch.fetched_count;
     *progressed = true;
   }
   if (batch.fetched_count + 1 == words_.size()) {
     batch.is_done = true;
+    if (trace_ != nullptr) NoteDone(b);
+    batch.phases.Clear();
     ++done_;
     *progressed = true;
   }

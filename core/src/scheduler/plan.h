@@ -10,6 +10,7 @@
 #include "collectives/reduce.h"
 #include "scheduler/plan_layout.h"
 #include "scheduler/plan_words.h"
+#include "scheduler/trace.h"
 #include "transport/peer_memory.h"
 
 namespace hvd {
@@ -35,6 +36,7 @@ struct PlanHost {
   bool has_cpu_for_each = false;                         // so spin a little
   Clock::duration stall_warn{};
   Clock::duration stall_shutdown{};  // zero: never
+  std::function<Trace*()> trace;     // where notes go now; null, also the function, for nowhere
 };
 
 // An allreduce, in place, of tensors that come back every step, without a control message: the ranks meet in
@@ -103,13 +105,16 @@ class Plan {
     bool is_declared = false, is_resolved = false, is_reduced = false, is_done = false;
     std::vector<bool> fetched;  // by rank
     size_t fetched_count = 0;
-    Row row;  // of what is reduced in this step
+    Row row;                                                 // of what is reduced in this step
+    int64_t declared_ns = 0, resolved_ns = 0, begun_ns = 0;  // while a timeline is written
+    Phases phases;
   };
   struct MemberState {
     uint32_t batch = 0;
     bool is_given = false;
     uint64_t in = 0;
     std::byte* out = nullptr;
+    int64_t given_ns = 0;  // while a timeline is written
   };
 
   int size() const { return static_cast<int>(words_.size()); }
@@ -123,6 +128,7 @@ class Plan {
   bool IsDeclaredByAll(size_t batch) const;
   void Resolve(size_t batch);
   Status ReduceSlice(size_t batch);
+  void NoteDone(size_t batch) const;
   Status Fetch(size_t batch, int from);
   bool AllEnded() const;
   bool AllFinished() const;
@@ -157,6 +163,7 @@ class Plan {
   Status broken_;
   Clock::time_point ended_at_;
   bool warned_ = false;
+  Trace* trace_ = nullptr;  // for the length of a step
   Times times_;
 };
 
