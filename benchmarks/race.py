@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -38,14 +39,14 @@ def race(
 ) -> Times:
     """Seconds per contender and turn, those of the slowest rank of the turn.
 
-    All contenders have a turn, then all have the next; who begins changes. As many turns as fit into
+    All contenders have a turn, then all have the next, each time in another order. As many turns as fit into
     `budget_s`, but `least` to `most`.
     """
+    orders = random.Random(0)  # the same on all ranks
     taken: dict[str, list[float]] = {contender.name: [] for contender in contenders}
 
     def turn(number: int) -> None:
-        for i in range(len(contenders)):
-            contender = contenders[(number + i) % len(contenders)]
+        for contender in orders.sample(contenders, len(contenders)):
             contender.prepare(number)
             ranks.barrier()
             begin = time.perf_counter()
