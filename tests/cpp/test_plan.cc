@@ -209,7 +209,7 @@ TEST(slices_cover_a_row_once) {
     for (int size = 1; size <= 8; ++size) {
       size_t next = 0;
       for (int rank = 0; rank < size; ++rank) {
-        const ElementRange slice = SliceOf(count, 4, rank, size);
+        const Range slice = SliceOf({0, count}, 4, rank, size);
         CHECK_EQ(slice.begin, next);
         next = slice.end;
       }
@@ -221,10 +221,10 @@ TEST(slices_cover_a_row_once) {
   CHECK_EQ(row.count(), 12u);
   for (size_t begin = 0; begin <= 12; ++begin) {
     for (size_t end = begin; end <= 12; ++end) {
-      std::vector<Part> parts;
+      std::vector<MemberPart> parts;
       row.Parts(begin, end, &parts);
       size_t total = 0;
-      for (const Part& part : parts) {
+      for (const MemberPart& part : parts) {
         CHECK(part.count > 0 && part.member != 1);
         total += part.count;
       }

@@ -76,6 +76,28 @@ def test_shapes_names_scales_and_compression() -> None:
     run_ranks(2, body)
 
 
+def test_torchs_negative_bit_is_part_of_the_value() -> None:
+    """Contiguous, and yet not what stands in its memory."""
+
+    def negative() -> torch.Tensor:
+        tensor = torch.tensor([1 + 2j]).conj().imag
+        assert tensor.is_neg()
+        assert tensor.is_contiguous()
+        return tensor
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        in_place = negative()
+        hvd.allreduce_(in_place, op=hvd.Max, name="in place")
+        group, tensor = basics.default_group(), negative()
+        with pytest.raises(InvalidArgument, match="straight: the array has torch's negative bit"):
+            group.allreduce(tensor, name="straight")
+        return [in_place.resolve_neg(), hvd.allreduce(negative(), op=hvd.Sum, name="copy")]
+
+    for in_place, summed in run_ranks(2, rank_main):
+        assert in_place.tolist() == [-2.0]
+        assert summed.tolist() == [-4.0]
+
+
 def test_average_is_deprecated() -> None:
     def body(rank: int) -> None:
         for call, expected in [

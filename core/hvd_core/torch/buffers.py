@@ -53,8 +53,8 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 
 def is_buffer(tensor: torch.Tensor) -> bool:
-    """Whether the core can work in this tensor's own memory."""
-    return tensor.is_cpu and tensor.is_contiguous()
+    """Whether the core can work in this tensor's own memory, and finds the values there as they are."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

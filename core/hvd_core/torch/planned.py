@@ -11,6 +11,7 @@ import torch
 
 from ..errors import InvalidArgument, MismatchError
 from ..group import Group
+from . import buffers
 from .compression import Compression
 from .gradients import Reduction
 
@@ -183,7 +184,7 @@ _DISAGREE = (
 
 
 def _fits(param: torch.Tensor, grad: torch.Tensor) -> bool:
-    return grad.layout is torch.strided and grad.dtype is param.dtype and grad.is_contiguous() and grad.is_cpu
+    return grad.layout is torch.strided and grad.dtype is param.dtype and buffers.is_buffer(grad)
 
 
 class Arrivals:

@@ -231,6 +231,11 @@ bool FromBuffer(nb::handle object, bool writable, View* view) {
 template <class Array>
 View FromArray(nb::handle object, const std::string& name, const char* what) {
   constexpr bool kWritable = std::is_same_v<Array, Out>;
+  // torch gives the memory of a tensor with the negative bit, and leaves the bit out.
+  if (nb::hasattr(object, "is_neg") && nb::cast<bool>(object.attr("is_neg")())) {
+    Raise(
+        Status(Code::kInvalid, name + ": " + what + " has torch's negative bit; pass tensor.resolve_neg()"));
+  }
   Array array;
   if (!nb::try_cast(object, array, false)) RefuseArray(object, name, what, kWritable);
   const auto dtype = FromDLPack(array.dtype());

@@ -27,8 +27,15 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
-// Slice number `slice` of `range`, for one of `slices` owners. In whole cache lines.
-Range SliceOf(Range range, size_t item_nbytes, int slice, int slices);
+// Slice number `slice` of `range`, for one of `slices` owners. In whole cache lines, so that no two owners
+// write the same one.
+inline Range SliceOf(Range range, size_t item_nbytes, int slice, int slices) {
+  const size_t per_line = 64 / item_nbytes, owners = static_cast<size_t>(slices);
+  const size_t share = (range.size() + owners - 1) / owners;
+  const size_t each = (share + per_line - 1) / per_line * per_line;
+  const size_t begin = std::min(range.end, range.begin + each * static_cast<size_t>(slice));
+  return {begin, std::min(range.end, begin + each)};
+}
 
 // `part`-th part of `range`, if parts have `each` elements.
 inline Range Part(Range range, size_t each, size_t part) {

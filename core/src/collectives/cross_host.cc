@@ -15,13 +15,6 @@ size_t RoundUp(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 }  // namespace
 
-Range SliceOf(Range range, size_t item_nbytes, int slice, int slices) {
-  const size_t each = RoundUp((range.size() + static_cast<size_t>(slices) - 1) / static_cast<size_t>(slices),
-                              kLine / item_nbytes);
-  const size_t begin = std::min(range.end, range.begin + each * static_cast<size_t>(slice));
-  return {begin, std::min(range.end, begin + each)};
-}
-
 std::vector<Range> Windows(size_t count, size_t window) {
   if (window == 0) window = count;
   std::vector<Range> windows;

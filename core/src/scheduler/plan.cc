@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/log.h"
+#include "base/pause.h"
 
 namespace hvd {
 namespace {
@@ -43,14 +44,6 @@ void SleepWhile(std::atomic<uint32_t>& word, uint32_t value) {
 void WakeSleeper([[maybe_unused]] std::atomic<uint32_t>& word) {
 #ifdef __linux__
   ::syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
-#endif
-}
-
-void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
 #endif
 }
 
@@ -274,7 +267,7 @@ Status Plan::ReduceSlice(size_t b) {
   const BatchState& batch = batches_[b];
   const DType dtype = spec_.members[batch.members.front()].dtype;
   const size_t item = ItemSize(dtype);
-  const ElementRange slice = SliceOf(batch.row.count(), item, host_.rank, size());
+  const Range slice = SliceOf({0, batch.row.count()}, item, host_.rank, size());
   const size_t step = chunk_nbytes_ / item;
   std::vector<const void*> sources(words_.size());
   for (size_t begin = slice.begin; begin < slice.end; begin += step) {
@@ -283,7 +276,7 @@ Status Plan::ReduceSlice(size_t b) {
       if (rank == host_.rank) continue;
       std::byte* to = scratch_.data() + static_cast<size_t>(other++) * chunk_nbytes_;
       copies_.clear();
-      for (const Part& part : parts_) {
+      for (const MemberPart& part : parts_) {
         const uint64_t in =
             words_[static_cast<size_t>(rank)].place(part.member).in.load(std::memory_order_relaxed);
         copies_.push_back({in == 0 ? 0 : in + part.begin * item, to, part.count * item});
@@ -292,7 +285,7 @@ Status Plan::ReduceSlice(size_t b) {
       HVD_RETURN_IF_ERROR(host_.read(rank, copies_));
     }
     size_t at = 0;
-    for (const Part& part : parts_) {
+    for (const MemberPart& part : parts_) {
       std::byte* own = members_[part.member].out + part.begin * item;
       for (int rank = 0, other = 0; rank < size(); ++rank) {
         sources[static_cast<size_t>(rank)] =
@@ -309,10 +302,10 @@ Status Plan::ReduceSlice(size_t b) {
 Status Plan::Fetch(size_t b, int from) {
   const BatchState& batch = batches_[b];
   const size_t item = ItemSize(spec_.members[batch.members.front()].dtype);
-  const ElementRange slice = SliceOf(batch.row.count(), item, from, size());
+  const Range slice = SliceOf({0, batch.row.count()}, item, from, size());
   batch.row.Parts(slice.begin, slice.end, &parts_);
   copies_.clear();
-  for (const Part& part : parts_) {
+  for (const MemberPart& part : parts_) {
     const uint64_t out =
         words_[static_cast<size_t>(from)].place(part.member).out.load(std::memory_order_relaxed);
     copies_.push_back(

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/batch.h"
 #include "collectives/reduce.h"
 #include "scheduler/plan_layout.h"
 #include "scheduler/plan_words.h"
@@ -151,7 +152,7 @@ class Plan {
   const size_t chunk_nbytes_;
   std::vector<std::byte> scratch_;  // a chunk of every other rank, meant to stay in L2
   std::vector<PeerMemory::Copy> copies_;
-  std::vector<Part> parts_;
+  std::vector<MemberPart> parts_;
 
   std::atomic<uint32_t> step_{0};
   std::atomic<bool> open_{false};

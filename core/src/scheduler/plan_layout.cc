@@ -34,7 +34,7 @@ Row::Row(std::vector<uint32_t> members, std::span<const size_t> counts) : member
   for (const size_t count : counts) ends_.push_back(end += count);
 }
 
-void Row::Parts(size_t begin, size_t end, std::vector<Part>* parts) const {
+void Row::Parts(size_t begin, size_t end, std::vector<MemberPart>* parts) const {
   parts->clear();
   auto at = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
   for (; begin < end; ++at) {
@@ -43,14 +43,6 @@ void Row::Parts(size_t begin, size_t end, std::vector<Part>* parts) const {
     if (stop > begin) parts->push_back({members_[at], begin - start, stop - begin});
     begin = std::max(begin, stop);
   }
-}
-
-ElementRange SliceOf(size_t count, size_t item_nbytes, int rank, int size) {
-  const size_t per_line = 64 / item_nbytes;
-  const size_t lines = (count + per_line - 1) / per_line;
-  const size_t each = (lines + static_cast<size_t>(size) - 1) / static_cast<size_t>(size) * per_line;
-  const size_t begin = std::min(count, each * static_cast<size_t>(rank));
-  return {begin, std::min(count, begin + each)};
 }
 
 }  // namespace hvd

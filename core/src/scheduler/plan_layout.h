@@ -21,7 +21,7 @@ struct BatchLimits {
 std::vector<std::vector<uint32_t>> PackBatches(std::span<const Member> members, const BatchLimits& limits);
 
 // Elements begin .. begin + count - 1 of a member.
-struct Part {
+struct MemberPart {
   uint32_t member;
   size_t begin;
   size_t count;
@@ -36,18 +36,11 @@ class Row {
 
   size_t count() const { return ends_.empty() ? 0 : ends_.back(); }
   // The parts of members that elements begin .. end - 1 fall into.
-  void Parts(size_t begin, size_t end, std::vector<Part>* parts) const;
+  void Parts(size_t begin, size_t end, std::vector<MemberPart>* parts) const;
 
  private:
   std::vector<uint32_t> members_;
   std::vector<size_t> ends_;
 };
-
-struct ElementRange {
-  size_t begin, end;
-};
-
-// The elements of `count` that `rank` of `size` reduces, in whole cache lines.
-ElementRange SliceOf(size_t count, size_t item_nbytes, int rank, int size);
 
 }  // namespace hvd

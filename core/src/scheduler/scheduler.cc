@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <ctime>
 
+#include "base/pause.h"
 #include "transport/wire.h"
 
 namespace hvd {
@@ -41,14 +42,6 @@ constexpr auto kLastWords = std::chrono::milliseconds(500);
 // How long rank 0 waits for what the others still have to say for the timeline, when it closes or dies.
 constexpr auto kLastNotes = std::chrono::milliseconds(1000);
 constexpr auto kLastNotesOfTheDying = std::chrono::milliseconds(300);
-
-void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 void Ring(int event_fd) {
   const uint64_t one = 1;

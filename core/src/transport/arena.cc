@@ -13,6 +13,7 @@
 #include <cstring>
 #include <new>
 
+#include "base/pause.h"
 #include "base/sha256.h"
 
 namespace hvd {
@@ -30,14 +31,6 @@ constexpr auto kLastWords = std::chrono::seconds(1);
 size_t RoundUp(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
 Status Failed(const std::string& what) { return Status(Code::kInvalid, what + ": " + std::strerror(errno)); }
-
-void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 bool HasReached(uint32_t arrived, uint32_t step) { return static_cast<int32_t>(arrived - step) >= 0; }
 
