@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from hvd_core import basics
-from hvd_core.config import Config
-from hvd_core.group import Group, Listener
+from hvd_core.group import Group
+
+from .connected import connected
 
 _mine = threading.local()
 
@@ -27,36 +27,22 @@ def _default_group_by_thread() -> Iterator[None]:
 
 def run_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
     """Calls `fn(rank)` in `size` threads, and returns the results by rank or raises the first failure."""
-    config = Config(connect_timeout_s=20.0, stall_warn_s=10.0, stall_shutdown_s=20.0)
-    token = secrets.token_bytes(16)
-    listeners = [Listener.bind(config) for _ in range(size)]
-    endpoints = [listener.endpoint for listener in listeners]
-    results: list[Any] = [None] * size
     failures: list[BaseException] = []
 
-    def rank_main(rank: int) -> None:
+    def rank_main(group: Group) -> Any:
+        _mine.session = basics._Session(group)
+        _mine.calls = _record_calls(group)
         try:
-            with Group.connect(listeners[rank], endpoints, rank=rank, token=token, config=config) as group:
-                _mine.session = basics._Session(group)
-                _mine.calls = _record_calls(group)
-                try:
-                    results[rank] = fn(rank)
-                    group.barrier("end")  # nobody leaves while others compute
-                except BaseException as error:
-                    failures.append(error)
-                    group.abort(f"rank {rank} raised {error!r}")
-                    raise
+            result = fn(group.rank)
+            group.barrier("end")  # nobody leaves while others compute
         except BaseException as error:  # noqa: BLE001 (raised by the caller's thread)
             failures.append(error)
+            group.abort(f"rank {group.rank} raised {error!r}")
+            return None
+        return result
 
-    with _default_group_by_thread():
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for listener in listeners:
-        listener.close()
+    with _default_group_by_thread(), connected(size) as ranks:
+        results = ranks.on_every(rank_main)
     if failures:
         raise failures[0]
     return results
