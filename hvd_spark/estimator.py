@@ -20,6 +20,7 @@ from . import preflight, rank
 from .launcher import JobSpec, Outcome, launch
 from .model import HorovodModel
 from .params import JOB, KNOBS, Knobs, provide
+from .persist import Stored
 
 #: Imported once by each worker's template, so that a rank starts warm. The first optimizer imports
 #: torch._dynamo, which takes as long as torch itself.
@@ -34,7 +35,7 @@ _PRELOAD = (
 
 
 @provide(KNOBS)
-class HorovodEstimator(Estimator["HorovodModel"], Knobs):
+class HorovodEstimator(Estimator["HorovodModel"], Knobs, Stored):
     """Trains a model on a Spark DataFrame, on `num_proc` ranks; a `pyspark.ml` Estimator.
 
     `fit(df)` returns a `HorovodModel`. Each row is used once per epoch, on one rank, and N ranks give what

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -22,6 +24,7 @@ from hvd_core.train.torch_model import run_model
 from . import preflight, session
 from .columns import arrow_type, columns_of, spark_type
 from .params import KNOBS, Knob, Knobs, provide
+from .persist import Stored, columns_from_json, columns_to_json
 from .serve import Serving
 
 #: Parameters that say how columns become inputs.
@@ -38,7 +41,7 @@ _FEEDING = (
 
 
 @provide([k for k in KNOBS if k.serves] + [Knob("model", "torch.nn.Module that predicts")])
-class HorovodModel(Model, Knobs):
+class HorovodModel(Model, Knobs, Stored):
     """Adds the model's output to a DataFrame, in the output's own dtype: a number where a row's output is one
     number, else an array; several outputs get `prediction`, `prediction_1`, ...
 
@@ -62,9 +65,24 @@ class HorovodModel(Model, Knobs):
         return f"HorovodModel: uid={self.uid}, model={type(self._objects.get('model')).__name__}"
 
     def fitted(self, layout: Layout, result: FitResult) -> HorovodModel:
-        """For the estimator: what came with the weights. Returns self."""
-        self.result, self._trained = result, (layout, self._values(_FEEDING))
+        """For the estimator: what came with the weights, which the model has. Returns self."""
+        self.result, self._trained = replace(result, weights=b""), (layout, self._values(_FEEDING))
         return self
+
+    def _kept(self) -> dict[str, Any]:
+        if self.result is None or self._trained is None:
+            return {}
+        kept: dict[str, Any] = {"result": json.loads(self.result.to_json())}
+        if self._trained[1] == self._values(_FEEDING):
+            kept["columns"] = columns_to_json(self._trained[0].columns)
+        return kept
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        if "result" in kept:
+            self.result = FitResult.from_json(json.dumps(kept["result"]))
+        if "columns" in kept:
+            layout = self._layout_for(list(columns_from_json(kept["columns"])))
+            self._trained = (layout, self._values(_FEEDING))
 
     @property
     def history(self) -> list[dict[str, Any]]:

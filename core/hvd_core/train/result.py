@@ -43,15 +43,23 @@ class FitResult:
     size: int = 1
 
     def to_bytes(self) -> bytes:
-        """A length-prefixed JSON header followed by the weights: nothing in it runs code."""
-        head = {k: v for k, v in self.__dict__.items() if k != "weights"}
-        head["output_spec"] = [asdict(o) for o in self.output_spec]
-        text = json.dumps(head).encode()
+        """The length-prefixed `to_json()` followed by the weights: nothing in it runs code."""
+        text = self.to_json().encode()
         return struct.pack("<Q", len(text)) + text + self.weights
 
     @classmethod
     def from_bytes(cls, data: bytes) -> FitResult:
         (n,) = struct.unpack_from("<Q", data)
-        head = json.loads(bytes(data[8 : 8 + n]))
+        return cls.from_json(bytes(data[8 : 8 + n]), bytes(data[8 + n :]))
+
+    def to_json(self) -> str:
+        """All but the weights."""
+        head = {k: v for k, v in self.__dict__.items() if k != "weights"}
+        head["output_spec"] = [asdict(o) for o in self.output_spec]
+        return json.dumps(head)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, weights: bytes = b"") -> FitResult:
+        head = json.loads(text)
         head["output_spec"] = tuple(OutputSpec(o["dtype"], tuple(o["shape"])) for o in head["output_spec"])
-        return cls(weights=bytes(data[8 + n :]), **head)
+        return cls(weights=weights, **head)
