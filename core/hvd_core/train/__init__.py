@@ -14,12 +14,14 @@ __all__ = [
     "EarlyStopping",
     "FitResult",
     "Layout",
+    "MLflow",
     "OutputSpec",
     "PackedShard",
     "Predictor",
     "Scheduler",
     "Shard",
     "ShardWriter",
+    "TensorBoard",
     "TrainSpec",
     "columns_of",
     "fit_local",
@@ -34,6 +36,8 @@ _LATE = {
     "Predictor": "predict",
     "fit_local": "local",
     "fit_shard": "loop",
+    "MLflow": "trackers",
+    "TensorBoard": "trackers",
 }
 
 

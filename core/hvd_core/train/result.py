@@ -52,6 +52,21 @@ class FitResult:
         (n,) = struct.unpack_from("<Q", data)
         return cls.from_json(bytes(data[8 : 8 + n]), bytes(data[8 + n :]))
 
+    def plot(self, path: Any = None) -> Any:
+        """Losses, metrics, rows/s and where the time went, by epoch: a matplotlib Figure, also written to
+        `path` (a file name or an open file) if given. Needs matplotlib."""
+        from .picture import draw
+
+        figure = draw(self.history, self.best_epoch)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _repr_html_(self) -> str:
+        from .picture import as_html
+
+        return as_html(self.history, self.summary, self.best_epoch)
+
     def to_json(self) -> str:
         """All but the weights."""
         head = {k: v for k, v in self.__dict__.items() if k != "weights"}
