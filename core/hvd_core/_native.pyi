@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class Group:
         postscale: float,
         root: int,
         timeout_s: float | None,
+        /,
     ) -> Any: ...
     def start(
         self,
@@ -74,20 +76,61 @@ class Group:
         prescale: float,
         postscale: float,
         root: int,
+        /,
     ) -> Handle: ...
     def start_group(
         self,
         owner: object,
         op: int,
         name: str,
-        tensors: list[tuple[str, Any, Any]],
+        names: list[str] | None,
+        inputs: list[Any],
+        outputs: list[Any],
         reduce: int,
         prescale: float,
         postscale: float,
         root: int,
-        result: Any,
+        /,
     ) -> Handle: ...
-    def barrier(self, name: str, timeout_s: float | None) -> None: ...
+    def run_tensor(
+        self,
+        op: int,
+        name: str,
+        tensor: Any,
+        output: Any,
+        reduce: int | None,
+        prescale: float,
+        postscale: float,
+        root: int,
+        /,
+    ) -> Any: ...
+    def start_tensor(
+        self,
+        owner: object,
+        op: int,
+        name: str,
+        tensor: Any,
+        output: Any,
+        reduce: int | None,
+        prescale: float,
+        postscale: float,
+        root: int,
+        /,
+    ) -> Any: ...
+    def start_tensors(
+        self,
+        owner: object,
+        op: int,
+        name: str,
+        tensors: list[Any],
+        output: Callable[[Any], Any] | None,
+        reduce: int | None,
+        prescale: float,
+        postscale: float,
+        root: int,
+        /,
+    ) -> Any: ...
+    def barrier(self, name: str, timeout_s: float | None, /) -> None: ...
     def empty(self, nbytes: int) -> NDArray[np.uint8]: ...
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...

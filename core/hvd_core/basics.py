@@ -177,6 +177,9 @@ global_process_set = GlobalProcessSet()
 
 def group_of(process_set: Any) -> Group:
     """The Group behind a `process_set=` argument."""
+    session = _session
+    if session is not None and process_set is global_process_set:
+        return session.group  # nearly always
     if process_set is global_process_set or process_set is None or isinstance(process_set, GlobalProcessSet):
         return _current().group
     raise InvalidArgument(

@@ -38,7 +38,7 @@ Average, Sum, Adasum, Min, Max, Product = ReduceOp
 _DYNAMIC = "DYNAMIC"
 
 # core/src/scheduler/request.h: enum Op
-_ALLREDUCE, _ALLGATHER, _BROADCAST, _BARRIER = range(4)
+ALLREDUCE, ALLGATHER, BROADCAST, BARRIER = range(4)
 
 Handle = _native.Handle
 
@@ -173,7 +173,7 @@ class Group:
         gives `out`.
         """
         result = array if out is None else out
-        return self._native.start(self, _ALLREDUCE, name, array, result, op, prescale, postscale, 0)
+        return self._native.start(self, ALLREDUCE, name, array, result, op, prescale, postscale, 0)
 
     def grouped_allreduce_async(
         self,
@@ -188,22 +188,23 @@ class Group:
     ) -> Handle:
         """`allreduce_async` of several arrays under one name; they complete together. `names` are theirs in
         errors."""
-        if names is None:
-            names = [f"{name}_{i}of{len(arrays)}" for i in range(len(arrays))]
-        results = list(arrays if outs is None else outs)
-        tensors = list(zip(names, arrays, results, strict=True))
-        return self._native.start_group(self, _ALLREDUCE, name, tensors, op, prescale, postscale, 0, results)
+        inputs = list(arrays)
+        results = inputs if outs is None else list(outs)
+        members = None if names is None else list(names)
+        return self._native.start_group(
+            self, ALLREDUCE, name, members, inputs, results, op, prescale, postscale, 0
+        )
 
     def allgather_async(self, array: Any, *, name: str) -> Handle:
         """Starts joining the ranks' arrays along the first dimension, in rank order; first dimensions may
         differ, all others must agree, and there must be one. The handle gives a numpy array (for bfloat16: an
         object with `__dlpack__`)."""
-        return self._native.start(self, _ALLGATHER, name, array, None, ReduceOp.Sum, 1.0, 1.0, 0)
+        return self._native.start(self, ALLGATHER, name, array, None, ReduceOp.Sum, 1.0, 1.0, 0)
 
     def broadcast_async(self, array: Any, *, root: int, name: str, out: Any = None) -> Handle:
         """Starts copying `array` of rank `root` to all ranks: into `out`, or into `array` if that is None."""
         result = array if out is None else out
-        return self._native.start(self, _BROADCAST, name, array, result, ReduceOp.Sum, 1.0, 1.0, root)
+        return self._native.start(self, BROADCAST, name, array, result, ReduceOp.Sum, 1.0, 1.0, root)
 
     def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> None:
         """Returns once all ranks have called it."""
@@ -224,18 +225,18 @@ class Group:
     ) -> Any:
         """`allreduce_async(array, ...).wait(timeout_s)`."""
         result = array if out is None else out
-        return self._native.run(_ALLREDUCE, name, array, result, op, prescale, postscale, 0, timeout_s)
+        return self._native.run(ALLREDUCE, name, array, result, op, prescale, postscale, 0, timeout_s)
 
     def allgather(self, array: Any, *, name: str, timeout_s: float | None = None) -> Any:
         """`allgather_async(array, name=name).wait(timeout_s)`."""
-        return self._native.run(_ALLGATHER, name, array, None, ReduceOp.Sum, 1.0, 1.0, 0, timeout_s)
+        return self._native.run(ALLGATHER, name, array, None, ReduceOp.Sum, 1.0, 1.0, 0, timeout_s)
 
     def broadcast(
         self, array: Any, *, root: int, name: str, out: Any = None, timeout_s: float | None = None
     ) -> Any:
         """`broadcast_async(array, root=root, name=name, out=out).wait(timeout_s)`."""
         result = array if out is None else out
-        return self._native.run(_BROADCAST, name, array, result, ReduceOp.Sum, 1.0, 1.0, root, timeout_s)
+        return self._native.run(BROADCAST, name, array, result, ReduceOp.Sum, 1.0, 1.0, root, timeout_s)
 
     def allgather_bytes(self, data: bytes, *, name: str) -> list[bytes]:
         """The `data` of every rank, by rank."""

@@ -15,14 +15,25 @@ from .connected import connected
 _mine = threading.local()
 
 
+class _SessionOfThread:
+    """In the place of the one session of a process."""
+
+    @property
+    def group(self) -> Group:
+        return _mine.session.group
+
+    def next_name(self, kind: str) -> str:
+        return _mine.session.next_name(kind)
+
+
 @contextmanager
 def _default_group_by_thread() -> Iterator[None]:
-    original = basics._current
-    basics._current = lambda: _mine.session
+    original = basics._session
+    basics._session = _SessionOfThread()  # type: ignore[assignment]
     try:
         yield
     finally:
-        basics._current = original
+        basics._session = original
 
 
 def run_ranks(size: int, fn: Callable[[int], Any]) -> list[Any]:
@@ -73,17 +84,30 @@ class _RecordedNative:
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._native, attribute)
 
-    def run(self, op: int, name: str, *rest: Any) -> Any:
+    def _call(self, method: str, name: str, *args: Any) -> Any:
         self._names.append(name)
-        return self._native.run(op, name, *rest)
+        result = getattr(self._native, method)(*args)
+        if result is NotImplemented:  # another call follows
+            self._names.pop()
+        return result
+
+    def run(self, op: int, name: str, *rest: Any) -> Any:
+        return self._call("run", name, op, name, *rest)
+
+    def run_tensor(self, op: int, name: str, *rest: Any) -> Any:
+        return self._call("run_tensor", name, op, name, *rest)
 
     def start(self, owner: Any, op: int, name: str, *rest: Any) -> Any:
-        self._names.append(name)
-        return self._native.start(owner, op, name, *rest)
+        return self._call("start", name, owner, op, name, *rest)
+
+    def start_tensor(self, owner: Any, op: int, name: str, *rest: Any) -> Any:
+        return self._call("start_tensor", name, owner, op, name, *rest)
 
     def start_group(self, owner: Any, op: int, name: str, *rest: Any) -> Any:
-        self._names.append(name)
-        return self._native.start_group(owner, op, name, *rest)
+        return self._call("start_group", name, owner, op, name, *rest)
+
+    def start_tensors(self, owner: Any, op: int, name: str, *rest: Any) -> Any:
+        return self._call("start_tensors", name, owner, op, name, *rest)
 
 
 class _RecordedPlan:

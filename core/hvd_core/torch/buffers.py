@@ -29,19 +29,12 @@ _DTYPES = frozenset(
 )
 
 
-_STRIDED = torch.strided
 _CPU = torch.device("cpu")
+_TELLS_ITS_MEMORY = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
 def check_tensor(tensor: Any, name: str) -> None:
     """Raises `InvalidArgument` for what no collective can carry."""
-    if (
-        isinstance(tensor, torch.Tensor)
-        and tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.dtype in _DTYPES
-    ):
-        return  # nearly always; asking for `device` creates one
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{name}: expected a torch.Tensor, got {type(tensor).__qualname__}")
     if tensor.layout != torch.strided:
@@ -77,11 +70,11 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def as_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself when it is a buffer, else a host copy. Never requires grad."""
-    if not is_buffer(tensor):
-        return host_copies([tensor])[0]
-    return tensor.detach() if tensor.requires_grad else tensor
+def as_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each tensor itself where it is a buffer, else a host copy."""
+    elsewhere = [tensor for tensor in tensors if not is_buffer(tensor)]
+    copies = iter(host_copies(elsewhere) if elsewhere else ())
+    return [tensor if is_buffer(tensor) else next(copies) for tensor in tensors]
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -91,7 +84,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a dtype that numpy has, for collectives that only move bytes."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
@@ -101,5 +94,8 @@ def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def for_core(buffer: torch.Tensor) -> Any:
-    """The buffer as what crosses fastest: 1000 gradients take 3.2 ms as numpy arrays, 6.4 by DLPack."""
-    return buffer if buffer.dtype == torch.bfloat16 else buffer.numpy()
+    """The buffer as what crosses fastest: itself, since torch 2.10; before that, 1000 gradients take 3.2 ms
+    as numpy arrays, 6.4 by DLPack."""
+    if _TELLS_ITS_MEMORY or buffer.dtype == torch.bfloat16:
+        return buffer
+    return buffer.detach().numpy()

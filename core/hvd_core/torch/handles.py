@@ -7,29 +7,52 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from ..group import Handle
+
+class Pending(Protocol):
+    """What is behind a handle: a native one, which gives the caller's result, or `Joined`."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> Any: ...
 
 
-#: The collectives behind a handle, and what makes the caller's result from theirs.
-_Pending = tuple[Sequence["Handle"], Callable[[list[Any]], Any]]
+class Joined:
+    """Several collectives as one; `finish` makes the caller's result from theirs."""
+
+    def __init__(self, parts: Sequence[Pending], finish: Callable[[list[Any]], Any]):
+        self._parts, self._finish = parts, finish
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> Any:
+        results = []
+        failure: Exception | None = None
+        for part in self._parts:
+            try:
+                results.append(part.wait())
+            except Exception as error:  # noqa: BLE001 (the first is raised, after all have ended)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return self._finish(results)
+
 
 _numbers = itertools.count()
-_pending: dict[int, _Pending] = {}
+_pending: dict[int, Pending] = {}
 
 
-def register(handles: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> int:
-    """A new handle for collectives that were submitted."""
+def register(pending: Pending) -> int:
+    """A new handle for what was submitted."""
     number = next(_numbers)
-    _pending[number] = handles, finish
+    _pending[number] = pending
     return number
 
 
-def _find(handle: int) -> _Pending:
+def _find(handle: int) -> Pending:
     try:
         return _pending[handle]
     except (KeyError, TypeError):
@@ -45,20 +68,16 @@ def synchronize(handle: int) -> Any:
     `HorovodInternalError` when a rank is lost, `InvalidArgument` (a `ValueError`) for an unknown handle.
     Ctrl-C interrupts the wait and leaves the handle valid.
     """
-    handles, finish = _find(handle)
-    results = []
-    failure: Exception | None = None
-    for native in handles:
-        try:
-            results.append(native.wait())
-        except Exception as error:  # noqa: BLE001 (the first is raised, after all have ended)
-            failure = failure or error
+    pending = _find(handle)
+    try:
+        result = pending.wait()
+    except Exception:
+        del _pending[handle]
+        raise
     del _pending[handle]
-    if failure is not None:
-        raise failure
-    return finish(results)
+    return result
 
 
 def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. Raises `InvalidArgument` for an unknown handle."""
-    return all(native.done() for native in _find(handle)[0])
+    return _find(handle).done()

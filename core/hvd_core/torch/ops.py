@@ -13,7 +13,7 @@ the reduction and by `postscale_factor` after it. Averages of integers are trunc
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,18 @@ import torch
 from .. import basics
 from ..basics import global_process_set as _G
 from ..errors import InvalidArgument
-from ..group import ReduceOp
+from ..group import ALLREDUCE, BROADCAST, ReduceOp
 from . import buffers
 from .buffers import for_core
 from .compression import Compression, Compressor
-from .handles import register, synchronize
+from .handles import Joined, register, synchronize
 
 _Tensors = Sequence[torch.Tensor]
+
+_PLAIN = Compression.none
+_empty_like = torch.empty_like
+#: What all ranks say to a broadcast, which reduces nothing.
+_BITS = ReduceOp.Sum
 
 
 def resolve_op(op: int | None, average: bool | None) -> ReduceOp:
@@ -50,33 +55,136 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
+# From a tensor to the core. The native `*_tensor` calls do it all for a plain tensor: on the host,
+# contiguous, without the negative bit, of a torch that tells where its memory is. For anything else they
+# answer NotImplemented, and the long way follows, which knows what is wrong or makes the copies. `output` is
+# the tensor itself, for in place, or what makes a tensor like it. A blocking call goes to the core as one,
+# which then need not wake another thread.
+
+_DEFAULT_NAMES = {ALLREDUCE: "allreduce", BROADCAST: "broadcast"}
+
+
+def _run(
+    kind: int,
+    tensor: torch.Tensor,
+    output: Any,
+    name: str | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Any,
+    root: int = 0,
+) -> Any:
+    name = name or basics.next_name(_DEFAULT_NAMES[kind])
+    group = basics.group_of(process_set)
+    native = group._native
+    result = native.run_tensor(kind, name, tensor, output, op, prescale_factor, postscale_factor, root)
+    if result is not NotImplemented:
+        return result
+    op = resolve_op(op, None)
+    (source,), (target,), finish = _long_way([tensor], output is tensor, name)
+    _check_root(root, group.size, name)
+    native.run(kind, name, source, target, op, prescale_factor, postscale_factor, root, None)
+    return finish()[0]
+
+
+def _start(
+    kind: int,
+    tensor: torch.Tensor,
+    output: Any,
+    name: str | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Any,
+    root: int = 0,
+) -> int:
+    name = name or basics.next_name(_DEFAULT_NAMES[kind])
+    group = basics.group_of(process_set)
+    native = group._native
+    started = native.start_tensor(
+        group, kind, name, tensor, output, op, prescale_factor, postscale_factor, root
+    )
+    if started is not NotImplemented:
+        return register(started)
+    op = resolve_op(op, None)
+    (source,), (target,), finish = _long_way([tensor], output is tensor, name)
+    _check_root(root, group.size, name)
+    started = native.start(group, kind, name, source, target, op, prescale_factor, postscale_factor, root)
+    return register(Joined([started], lambda _: finish()[0]))
+
+
+def _start_grouped(
+    tensors: _Tensors,
+    output: Any,
+    name: str | None,
+    op: int | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Any,
+) -> int:
+    tensors = list(tensors)
+    if not tensors:
+        resolve_op(op, None)
+        return register(Joined([], lambda _: []))
+    name = name or basics.next_name("grouped_allreduce")
+    group = basics.group_of(process_set)
+    started = group._native.start_tensors(
+        group, ALLREDUCE, name, tensors, output, op, prescale_factor, postscale_factor, 0
+    )
+    if started is not NotImplemented:
+        return register(started)
+    op = resolve_op(op, None)
+    sources, targets, finish = _long_way(tensors, output is None, name)
+    started = group.grouped_allreduce_async(
+        sources, name=name, outs=targets, op=op, prescale=prescale_factor, postscale=postscale_factor
+    )
+    return register(Joined([started], lambda _: finish()))
+
+
+def _long_way(
+    tensors: _Tensors, in_place: bool, name: str
+) -> tuple[list[Any], list[Any], Callable[[], list[torch.Tensor]]]:
+    """What the core reads and writes for these tensors, and what makes the caller's results of it. Raises
+    `InvalidArgument` for what no collective can carry."""
+    for tensor in tensors:
+        buffers.check_tensor(tensor, name)
+        if in_place and not tensor.is_contiguous():
+            raise InvalidArgument(
+                f"{name}: an in-place collective needs a contiguous tensor; use the out-of-place form"
+            )
+    hosts = buffers.as_buffers(tensors)
+    sources = [for_core(host) for host in hosts]
+    if in_place:
+
+        def write_back() -> list[torch.Tensor]:
+            for tensor, host in zip(tensors, hosts, strict=True):
+                if host is not tensor:
+                    tensor.detach().copy_(host)
+            return list(tensors)
+
+        return sources, sources, write_back
+    outs = [_empty_like(host) for host in hosts]
+    devices = [tensor.device for tensor in tensors]
+    return (
+        sources,
+        [for_core(out) for out in outs],
+        lambda: [buffers.to_device(out, device) for out, device in zip(outs, devices, strict=True)],
+    )
+
+
 def _check_root(root_rank: int, size: int, name: str) -> None:
     if not 0 <= root_rank < size:
         raise InvalidArgument(f"{name}: root_rank={root_rank} is not a rank, there are {size}")
 
 
-def _write_back(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """After a collective in `host`, the buffer of `tensor`."""
-    if not tensor.is_cpu:
-        tensor.detach().copy_(host)
-    return tensor
+def _needs_grad(tensor: Any) -> bool:
+    """What nobody will differentiate need not pass through autograd, which costs more than a small
+    collective."""
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _in_place_buffer(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    buffers.check_tensor(tensor, name)
-    if not tensor.is_contiguous():
-        raise InvalidArgument(
-            f"{name}: an in-place collective needs a contiguous tensor; use the out-of-place form"
-        )
-    return buffers.as_buffer(tensor)
-
-
-# Reductions. The public forms differ in whether they take one tensor or several, in what is written, and in
-# who waits: a blocking call goes to the core as one, which then need not wake another thread.
-
-
-def _scaling(op: ReduceOp, prescale_factor: float, postscale_factor: float) -> dict[str, Any]:
-    return {"op": op, "prescale": prescale_factor, "postscale": postscale_factor}
+# Allreduce
 
 
 def allreduce_async(
@@ -90,46 +198,9 @@ def allreduce_async(
 ) -> int:
     """Starts a reduction over all ranks into a new tensor; `synchronize(handle)` returns it. `tensor` must
     not change until then."""
-    op = resolve_op(op, average)
-    name = name or basics.next_name("allreduce")
-    buffers.check_tensor(tensor, name)
-    group = basics.group_of(process_set)
-    host = buffers.as_buffer(tensor)
-    out = torch.empty_like(host)
-    handle = group.allreduce_async(
-        for_core(host),
-        name=name,
-        op=op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        out=for_core(out),
-    )
-    return register([handle], lambda _: buffers.to_device(out, tensor.device))
-
-
-def _allreduce(
-    tensor: torch.Tensor,
-    name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: Any,
-) -> torch.Tensor:
-    """`synchronize(allreduce_async(...))`."""
-    name = name or basics.next_name("allreduce")
-    buffers.check_tensor(tensor, name)
-    group = basics.group_of(process_set)
-    host = buffers.as_buffer(tensor)
-    out = torch.empty_like(host)
-    group.allreduce(
-        for_core(host),
-        name=name,
-        op=op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        out=for_core(out),
-    )
-    return buffers.to_device(out, tensor.device)
+    if average is not None:
+        op = resolve_op(op, average)
+    return _start(ALLREDUCE, tensor, _empty_like, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -143,14 +214,9 @@ def allreduce_async_(
 ) -> int:
     """Starts a reduction in place; `synchronize(handle)` returns `tensor`, which nobody may touch until
     then."""
-    op = resolve_op(op, average)
-    name = name or basics.next_name("allreduce")
-    host = _in_place_buffer(tensor, name)
-    group = basics.group_of(process_set)
-    handle = group.allreduce_async(
-        for_core(host), name=name, op=op, prescale=prescale_factor, postscale=postscale_factor
-    )
-    return register([handle], lambda _: _write_back(tensor, host))
+    if average is not None:
+        op = resolve_op(op, average)
+    return _start(ALLREDUCE, tensor, tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(
@@ -163,12 +229,9 @@ def allreduce_(
     process_set: Any = _G,
 ) -> torch.Tensor:
     """Reduces `tensor` over all ranks in place and returns it. Not differentiable."""
-    op = resolve_op(op, average)
-    name = name or basics.next_name("allreduce")
-    host = _in_place_buffer(tensor, name)
-    group = basics.group_of(process_set)
-    group.allreduce(for_core(host), name=name, op=op, prescale=prescale_factor, postscale=postscale_factor)
-    return _write_back(tensor, host)
+    if average is not None:
+        op = resolve_op(op, average)
+    return _run(ALLREDUCE, tensor, tensor, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce(
@@ -185,20 +248,22 @@ def allreduce(
 
     `compression` applies on the wire; the result has the dtype of `tensor`.
     """
-    op = resolve_op(op, average)
-    wire, ctx = compression.compress(tensor)
-    # What nobody will differentiate need not pass through autograd, which costs more than a small reduction.
-    differentiable = isinstance(wire, torch.Tensor) and wire.requires_grad and torch.is_grad_enabled()
-    reduce = _Allreduce.apply if differentiable else _allreduce
-    out = reduce(wire, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(out, ctx)
+    if average is not None:
+        op = resolve_op(op, average)
+    plain = compression is _PLAIN
+    wire, ctx = (tensor, None) if plain else compression.compress(tensor)
+    if _needs_grad(wire):
+        out = _apply(_Allreduce, wire, name, op, prescale_factor, postscale_factor, process_set)
+    else:
+        out = _run(ALLREDUCE, wire, _empty_like, name, op, prescale_factor, postscale_factor, process_set)
+    return out if plain else compression.decompress(out, ctx)
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, *rest: Any) -> torch.Tensor:
         ctx.name, ctx.rest = name, rest
-        return _allreduce(tensor, name, *rest)
+        return _run(ALLREDUCE, tensor, _empty_like, name, *rest)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -222,22 +287,9 @@ def grouped_allreduce_async(
 
     One handle; its result is a list.
     """
-    scaling = _scaling(resolve_op(op, average), prescale_factor, postscale_factor)
-    tensors = list(tensors)
-    if not tensors:
-        return register([], lambda _: [])
-    name = name or basics.next_name("grouped_allreduce")
-    for tensor in tensors:
-        buffers.check_tensor(tensor, name)
-    group = basics.group_of(process_set)
-    hosts = [buffers.as_buffer(tensor) for tensor in tensors]
-    outs = [torch.empty_like(host) for host in hosts]
-    handle = group.grouped_allreduce_async(
-        [for_core(host) for host in hosts], name=name, outs=[for_core(out) for out in outs], **scaling
-    )
-    return register(
-        [handle], lambda _: [buffers.to_device(o, t.device) for o, t in zip(outs, tensors, strict=True)]
-    )
+    if average is not None:
+        op = resolve_op(op, average)
+    return _start_grouped(tensors, _empty_like, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async_(
@@ -251,15 +303,9 @@ def grouped_allreduce_async_(
 ) -> int:
     """Like `allreduce_async_` for several tensors that complete together; the result is the list
     `tensors`."""
-    scaling = _scaling(resolve_op(op, average), prescale_factor, postscale_factor)
-    tensors = list(tensors)
-    if not tensors:
-        return register([], lambda _: [])
-    name = name or basics.next_name("grouped_allreduce")
-    hosts = [_in_place_buffer(tensor, name) for tensor in tensors]
-    group = basics.group_of(process_set)
-    handle = group.grouped_allreduce_async([for_core(host) for host in hosts], name=name, **scaling)
-    return register([handle], lambda _: [_write_back(t, h) for t, h in zip(tensors, hosts, strict=True)])
+    if average is not None:
+        op = resolve_op(op, average)
+    return _start_grouped(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(
@@ -272,9 +318,11 @@ def grouped_allreduce_(
     process_set: Any = _G,
 ) -> list[torch.Tensor]:
     """Reduces `tensors` in place, together, and returns them. Not differentiable."""
-    op = resolve_op(op, average)
-    rest = (prescale_factor, postscale_factor, process_set)
-    return synchronize(grouped_allreduce_async_(tensors, None, name, op, *rest))
+    if average is not None:
+        op = resolve_op(op, average)
+    return synchronize(
+        _start_grouped(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+    )
 
 
 def grouped_allreduce(
@@ -288,7 +336,8 @@ def grouped_allreduce(
     process_set: Any = _G,
 ) -> list[torch.Tensor]:
     """Returns the reductions of `tensors`, made together. Differentiable: so are their gradients."""
-    op = resolve_op(op, average)
+    if average is not None:
+        op = resolve_op(op, average)
     compressed = [compression.compress(tensor) for tensor in tensors]
     wires = [wire for wire, _ in compressed]
     outs = _apply(_GroupedAllreduce, name, op, prescale_factor, postscale_factor, process_set, *wires)
@@ -321,7 +370,7 @@ def _gather(tensors: _Tensors, names: Sequence[str], process_set: Any) -> tuple[
         if tensor.dim() == 0:
             raise InvalidArgument(f"{name}: a 0-d tensor has no rows to gather; pass tensor.reshape(1)")
     group = basics.group_of(process_set)
-    hosts = [for_core(buffers.as_bits(buffers.as_buffer(tensor))) for tensor in tensors]
+    hosts = [for_core(buffers.as_bits(host)) for host in buffers.as_buffers(tensors)]
     handles = [group.allgather_async(host, name=name) for host, name in zip(hosts, names, strict=True)]
 
     def finish(results: list[Any]) -> list[torch.Tensor]:
@@ -337,7 +386,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     """Starts the concatenation of all ranks' tensors along dimension 0, in rank order. Ranks may have
     different numbers of rows, none included; the other dimensions must agree."""
     handles, finish = _gather([tensor], [name or basics.next_name("allgather")], process_set)
-    return register(handles, lambda results: finish(results)[0])
+    return register(Joined(handles, lambda results: finish(results)[0]))
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Any = _G) -> torch.Tensor:
@@ -370,7 +419,7 @@ def grouped_allgather_async(tensors: _Tensors, name: str | None = None, process_
     base = name or basics.next_name("grouped_allgather")
     tensors = list(tensors)
     names = [f"{base}_{i}of{len(tensors)}" for i in range(len(tensors))]
-    return register(*_gather(tensors, names, process_set))
+    return register(Joined(*_gather(tensors, names, process_set)))
 
 
 def grouped_allgather(
@@ -391,31 +440,22 @@ def broadcast_async_(
 ) -> int:
     """Starts overwriting `tensor` with root's; `synchronize(handle)` returns it. Nobody may touch it until
     then."""
-    name = name or basics.next_name("broadcast")
-    host = _in_place_buffer(tensor, name)
-    group = basics.group_of(process_set)
-    _check_root(root_rank, group.size, name)
-    handle = group.broadcast_async(for_core(buffers.as_bits(host)), root=root_rank, name=name)
-    return register([handle], lambda _: _write_back(tensor, host))
+    return _start(BROADCAST, tensor, tensor, name, _BITS, 1.0, 1.0, process_set, root_rank)
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = _G
 ) -> int:
     """Starts a broadcast into a new tensor; `synchronize(handle)` returns it. `tensor` gives the shape and
-    dtype, and on root the values."""
-    name = name or basics.next_name("broadcast")
-    buffers.check_tensor(tensor, name)
-    return broadcast_async_(
-        tensor.detach().clone(memory_format=torch.contiguous_format), root_rank, name, process_set
-    )
+    dtype, and on root the values; it must not change until then."""
+    return _start(BROADCAST, tensor, _empty_like, name, _BITS, 1.0, 1.0, process_set, root_rank)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = _G
 ) -> torch.Tensor:
     """Overwrites `tensor` with root's and returns it. Not differentiable."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return _run(BROADCAST, tensor, tensor, name, _BITS, 1.0, 1.0, process_set, root_rank)
 
 
 def broadcast(
@@ -423,7 +463,9 @@ def broadcast(
 ) -> torch.Tensor:
     """Returns root's tensor. Differentiable: as in Horovod, root's gradient is the **average** over ranks,
     the others' is zero."""
-    return _apply(_Broadcast, tensor, root_rank, name, process_set)
+    if _needs_grad(tensor):
+        return _apply(_Broadcast, tensor, root_rank, name, process_set)
+    return _run(BROADCAST, tensor, _empty_like, name, _BITS, 1.0, 1.0, process_set, root_rank)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -432,7 +474,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: Any
     ) -> torch.Tensor:
         ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return _run(BROADCAST, tensor, _empty_like, name, _BITS, 1.0, 1.0, process_set, root_rank)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
