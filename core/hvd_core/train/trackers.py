@@ -152,7 +152,11 @@ def _absolute(uri: str) -> str:
 
 def _experiment_id(client: Any, name: str | None) -> str:
     if name is None:
-        return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
+        from mlflow import environment_variables as settings
+
+        name = settings.MLFLOW_EXPERIMENT_NAME.get()
+        if name is None:
+            return str(settings.MLFLOW_EXPERIMENT_ID.get() or 0)
     found = client.get_experiment_by_name(name)
     return str(found.experiment_id if found is not None else client.create_experiment(name))
 
