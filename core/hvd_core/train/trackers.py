@@ -152,8 +152,7 @@ def _absolute(uri: str) -> str:
 
 def _experiment_id(client: Any, name: str | None) -> str:
     if name is None:
-        from mlflow import environment_variables as settings
-
+        settings = _imported("mlflow.environment_variables", "mlflow")
         name = settings.MLFLOW_EXPERIMENT_NAME.get()
         if name is None:
             return str(settings.MLFLOW_EXPERIMENT_ID.get() or 0)
