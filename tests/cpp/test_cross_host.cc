@@ -11,24 +11,13 @@
 #include <thread>
 
 #include "base/half.h"
-#include "check.h"
 #include "collectives/collectives.h"
-#include "transport/socket_link.h"
+#include "rank_threads.h"
 
 namespace hvd {
 namespace {
 
-using Layout = std::vector<int>;  // the number of ranks of each host
 using Bytes = std::vector<std::byte>;
-
-Topology TopologyOf(const Layout& layout, int rank) {
-  std::vector<std::string> hosts;
-  for (size_t h = 0; h < layout.size(); ++h)
-    hosts.insert(hosts.end(), static_cast<size_t>(layout[h]), std::to_string(h));
-  return Topology::Of(hosts, rank).value();
-}
-
-int SizeOf(const Layout& layout) { return std::accumulate(layout.begin(), layout.end(), 0); }
 
 // -- plans --
 
@@ -122,7 +111,7 @@ class Ranks {
  public:
   Ranks(const Layout& layout, const Options& options) : options_(options) {
     for (int rank = 0; rank < SizeOf(layout); ++rank) {
-      topologies_.push_back(TopologyOf(layout, rank));
+      topologies_.push_back(At(layout, rank));
       const Topology& here = topologies_.back();
       arenas_.push_back(
           Arena::Create(here.local_rank, here.local_size(), options.chunk_nbytes, false).value());
@@ -164,10 +153,9 @@ class Ranks {
     if (here.host + 1 == here.hosts() || here.local_rank >= here.slices()) return;
     const auto next = static_cast<size_t>(here.leader(here.host + 1) + here.local_rank);
     for (int s = 0; s < options_.streams; ++s) {
-      int fds[2];
-      CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
-      links_[rank].next.push_back(options_.wrap(std::make_unique<SocketLink>(UniqueFd(fds[0]), true)));
-      links_[next].previous.push_back(options_.wrap(std::make_unique<SocketLink>(UniqueFd(fds[1]), true)));
+      auto [here_end, there_end] = LinkPair(false);
+      links_[rank].next.push_back(options_.wrap(std::move(here_end)));
+      links_[next].previous.push_back(options_.wrap(std::move(there_end)));
     }
   }
 
@@ -176,29 +164,6 @@ class Ranks {
   std::vector<std::unique_ptr<Arena>> arenas_;
   std::vector<RingLinks> links_;
   std::atomic<bool> aborted_{false};
-};
-
-// A link that moves little at a time, and often nothing.
-class DribblingLink final : public Link {
- public:
-  DribblingLink(std::unique_ptr<Link> link, unsigned seed) : link_(std::move(link)), random_(seed) {}
-  Result<size_t> TrySend(std::span<const std::byte> bytes, int pass_fd) override {
-    return random_() % 2 == 0 ? Result<size_t>(size_t{0}) : link_->TrySend(bytes.first(Some(bytes)), pass_fd);
-  }
-  Result<size_t> TryRecv(std::span<std::byte> bytes, UniqueFd* passed_fd) override {
-    return random_() % 2 == 0 ? Result<size_t>(size_t{0})
-                              : link_->TryRecv(bytes.first(Some(bytes)), passed_fd);
-  }
-  int fd() const override { return link_->fd(); }
-  bool same_host() const override { return false; }
-
- private:
-  size_t Some(std::span<const std::byte> bytes) {
-    return std::min<size_t>(bytes.size(), 1 + random_() % 4097);
-  }
-
-  std::unique_ptr<Link> link_;
-  std::mt19937 random_;
 };
 
 // -- sums --
@@ -347,7 +312,7 @@ TEST(a_fused_batch_of_many_tensors_and_dribbling_links) {
     std::atomic<unsigned> seed{1};
     Options options;
     options.wrap = [&](std::unique_ptr<Link> link) {
-      return std::make_unique<DribblingLink>(std::move(link), seed++);
+      return std::make_unique<DribblingLink>(std::move(link), seed++, 4097);
     };
     for (const Where where : {Where::kOrdinary, Where::kArena}) {
       Allreduce(layout, options,
@@ -468,34 +433,6 @@ TEST(one_collective_after_another_on_the_same_links) {
 
 // -- faults --
 
-// A link that breaks at the n-th call, counted over all links.
-class BreakingLink final : public Link {
- public:
-  BreakingLink(std::unique_ptr<Link> link, std::atomic<int>* calls_left)
-      : link_(std::move(link)), calls_left_(calls_left) {}
-  Result<size_t> TrySend(std::span<const std::byte> bytes, int pass_fd) override {
-    if (Broken()) return Status(Code::kPeerLost, "cut");
-    return link_->TrySend(bytes.first(std::min<size_t>(bytes.size(), kAtOnce)), pass_fd);
-  }
-  Result<size_t> TryRecv(std::span<std::byte> bytes, UniqueFd* passed_fd) override {
-    if (Broken()) return Status(Code::kPeerLost, "cut");
-    return link_->TryRecv(bytes.first(std::min<size_t>(bytes.size(), kAtOnce)), passed_fd);
-  }
-  int fd() const override { return link_->fd(); }
-  bool same_host() const override { return false; }
-
- private:
-  static constexpr size_t kAtOnce = 20'000;
-  bool Broken() {
-    if (calls_left_->fetch_sub(1) != 1) return false;
-    ::shutdown(link_->fd(), SHUT_RDWR);
-    return true;
-  }
-
-  std::unique_ptr<Link> link_;
-  std::atomic<int>* calls_left_;
-};
-
 TEST(a_link_cut_at_any_call_ends_every_rank_in_time_without_a_wrong_sum) {
   for (const Layout& layout : {Layout{1, 1}, Layout{1, 1, 1}, Layout{2, 2}, Layout{1, 2}}) {
     int failed = 0;
@@ -503,7 +440,7 @@ TEST(a_link_cut_at_any_call_ends_every_rank_in_time_without_a_wrong_sum) {
       std::atomic<int> calls_left{cut};
       Options options;
       options.wrap = [&](std::unique_ptr<Link> link) {
-        return std::make_unique<BreakingLink>(std::move(link), &calls_left);
+        return std::make_unique<BreakingLink>(std::move(link), &calls_left, 20'000);
       };
       Ranks ranks(layout, options);
       const int size = SizeOf(layout);

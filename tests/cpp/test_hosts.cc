@@ -10,35 +10,12 @@
 #include <set>
 #include <thread>
 
-#include "check.h"
+#include "rank_threads.h"
 #include "scheduler/scheduler.h"
 #include "transport/bootstrap.h"
-#include "transport/socket_link.h"
 
 namespace hvd {
 namespace {
-
-Clock::time_point In(double seconds) { return Clock::now() + Seconds(seconds); }
-
-// Ranks per host, for example {3, 1}.
-using Layout = std::vector<int>;
-
-std::vector<std::string> Hosts(const Layout& layout) {
-  std::vector<std::string> hosts;
-  for (size_t h = 0; h < layout.size(); ++h) {
-    const std::string name = "host-" + std::to_string(h);
-    hosts.insert(hosts.end(), static_cast<size_t>(layout[h]), name);
-  }
-  return hosts;
-}
-
-Topology At(const Layout& layout, int rank) { return Topology::Of(Hosts(layout), rank).value(); }
-
-void OnEveryRank(int size, const std::function<void(int)>& body) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
-  for (std::thread& thread : threads) thread.join();
-}
 
 const Layout kLayouts[] = {{1}, {4}, {1, 1}, {2, 2}, {3, 1}, {1, 3}, {1, 1, 1, 1}, {2, 3, 1, 4, 2, 2, 1}};
 
@@ -54,7 +31,7 @@ TEST(ranks_of_a_host_are_neighbours_or_refused) {
 
 TEST(every_way_ends_at_its_rank_and_comes_from_where_it_left) {
   for (const Layout& layout : kLayouts) {
-    const int size = static_cast<int>(Hosts(layout).size());
+    const int size = SizeOf(layout);
     for (int from = 0; from < size; ++from) {
       const Topology t = At(layout, from);
       for (int to = 0; to < size; ++to) {
@@ -75,7 +52,7 @@ TEST(every_way_ends_at_its_rank_and_comes_from_where_it_left) {
 
 TEST(both_ends_of_a_link_want_it) {
   for (const Layout& layout : kLayouts) {
-    const int size = static_cast<int>(Hosts(layout).size());
+    const int size = SizeOf(layout);
     for (int rank = 0; rank < size; ++rank) {
       int control = 0;
       for (LinkName link : LinksOf(At(layout, rank), 3)) {
@@ -100,20 +77,16 @@ struct Net {
 Net Connected(const Layout& layout, Clock::duration peer_timeout,
               const std::function<std::unique_ptr<Link>(std::unique_ptr<Link>, int, int)>& wrap = nullptr) {
   Net net;
-  const int size = static_cast<int>(Hosts(layout).size());
+  const int size = SizeOf(layout);
   for (int rank = 0; rank < size; ++rank)
     net.ranks.push_back(std::make_unique<Exchange>(At(layout, rank), peer_timeout));
   for (int a = 0; a < size; ++a) {
     for (int b = a + 1; b < size; ++b) {
       if (!At(layout, a).IsNeighbour(b)) continue;
-      int fds[2];
-      CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
-      const bool same = At(layout, a).SameHost(b);
-      for (const auto& [rank, peer, fd] : {std::tuple{a, b, fds[0]}, std::tuple{b, a, fds[1]}}) {
-        std::unique_ptr<Link> link = std::make_unique<SocketLink>(UniqueFd(fd), same);
-        if (wrap) link = wrap(std::move(link), rank, peer);
-        net.ranks[static_cast<size_t>(rank)]->Add(peer, std::move(link), 0);
-      }
+      auto [of_a, of_b] = LinkPair(At(layout, a).SameHost(b));
+      if (wrap) of_a = wrap(std::move(of_a), a, b), of_b = wrap(std::move(of_b), b, a);
+      net.ranks[static_cast<size_t>(a)]->Add(b, std::move(of_a), 0);
+      net.ranks[static_cast<size_t>(b)]->Add(a, std::move(of_b), 0);
     }
   }
   return net;
@@ -121,7 +94,7 @@ Net Connected(const Layout& layout, Clock::duration peer_timeout,
 
 TEST(frames_reach_everyone_once_and_in_order) {
   for (const Layout& layout : kLayouts) {
-    const int size = static_cast<int>(Hosts(layout).size());
+    const int size = SizeOf(layout);
     Net net = Connected(layout, Seconds(30));
     std::atomic<int> done = 0;
     OnEveryRank(size, [&](int rank) {
@@ -273,33 +246,6 @@ TEST(one_abort_is_passed_on_and_its_echoes_are_not) {
 
 // -- the fault sweep over the control tree --
 
-// Breaks at the n-th call, counted over both of its ends.
-class BreakingLink final : public Link {
- public:
-  BreakingLink(std::unique_ptr<Link> link, std::atomic<int>* calls_left)
-      : link_(std::move(link)), calls_left_(calls_left) {}
-  Result<size_t> TrySend(std::span<const std::byte> bytes, int pass_fd) override {
-    if (Broken()) return Status(Code::kPeerLost, "cut");
-    return link_->TrySend(bytes, pass_fd);
-  }
-  Result<size_t> TryRecv(std::span<std::byte> bytes, UniqueFd* passed_fd) override {
-    if (Broken()) return Status(Code::kPeerLost, "cut");
-    return link_->TryRecv(bytes, passed_fd);
-  }
-  int fd() const override { return link_->fd(); }
-  bool same_host() const override { return link_->same_host(); }
-
- private:
-  bool Broken() {
-    if (calls_left_->fetch_sub(1) > 0) return false;
-    ::shutdown(link_->fd(), SHUT_RDWR);
-    return true;
-  }
-
-  std::unique_ptr<Link> link_;
-  std::atomic<int>* calls_left_;
-};
-
 Request Barrier(const std::string& name) {
   Request request;
   request.op = Op::kBarrier;
@@ -347,9 +293,10 @@ void MeetOverABreakingLink(const Layout& layout, int a, int b, int calls, int* f
 TEST(a_control_link_cut_at_any_call_ends_every_rank_in_time_and_names_an_end_of_it) {
   int failures = 0;
   for (const auto& [a, b] : {std::pair{0, 1}, std::pair{0, 2}, std::pair{0, 3}, std::pair{3, 4}}) {
-    for (int calls = 0; calls < 24; ++calls) MeetOverABreakingLink({2, 1, 2}, a, b, calls, &failures);
+    for (int calls = 1; calls <= 24; calls += kFewer)
+      MeetOverABreakingLink({2, 1, 2}, a, b, calls, &failures);
   }
-  CHECK(failures > 30);  // the sweep did cut
+  CHECK(failures > 30 / kFewer);  // the sweep did cut
 }
 
 // -- addresses --

@@ -1,16 +1,13 @@
 // Schedulers with ranks as threads of this process: who works, what comes again, and how it ends.
 #include "scheduler/scheduler.h"
 
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <functional>
 #include <memory>
 #include <random>
 #include <thread>
 
-#include "check.h"
-#include "transport/socket_link.h"
+#include "rank_threads.h"
 
 namespace hvd {
 namespace {
@@ -20,21 +17,16 @@ using Ranks = std::vector<std::unique_ptr<Scheduler>>;
 // Connected by socket pairs and one arena.
 Ranks Connect(int size) {
   std::vector<std::unique_ptr<Exchange>> exchanges;
-  std::vector<std::unique_ptr<Arena>> arenas;
-  for (int rank = 0; rank < size; ++rank) {
+  for (int rank = 0; rank < size; ++rank)
     exchanges.push_back(std::make_unique<Exchange>(Topology::OneHost(rank, size), Seconds(20)));
-    arenas.push_back(Arena::Create(rank, size, 4096, false).value());
-  }
   for (int a = 0; a < size; ++a) {
     for (int b = a + 1; b < size; ++b) {
-      int fds[2];
-      CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
-      exchanges[static_cast<size_t>(a)]->Add(b, std::make_unique<SocketLink>(UniqueFd(fds[0]), true), 0);
-      exchanges[static_cast<size_t>(b)]->Add(a, std::make_unique<SocketLink>(UniqueFd(fds[1]), true), 0);
-      CHECK(arenas[static_cast<size_t>(a)]->AddSegment(b, 0, arenas[static_cast<size_t>(b)]->control()).ok());
-      CHECK(arenas[static_cast<size_t>(b)]->AddSegment(a, 0, arenas[static_cast<size_t>(a)]->control()).ok());
+      auto [of_a, of_b] = LinkPair();
+      exchanges[static_cast<size_t>(a)]->Add(b, std::move(of_a), 0);
+      exchanges[static_cast<size_t>(b)]->Add(a, std::move(of_b), 0);
     }
   }
+  Arenas arenas = ConnectedArenas(size, 4096);
   Ranks ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.push_back(std::make_unique<Scheduler>(
@@ -46,13 +38,9 @@ Ranks Connect(int size) {
 }
 
 void OnEveryRank(const Ranks& ranks, const std::function<void(int, Scheduler&)>& body) {
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < ranks.size(); ++rank)
-    threads.emplace_back(body, static_cast<int>(rank), std::ref(*ranks[rank]));
-  for (std::thread& thread : threads) thread.join();
+  hvd::OnEveryRank(static_cast<int>(ranks.size()),
+                   [&](int rank) { body(rank, *ranks[static_cast<size_t>(rank)]); });
 }
-
-Clock::time_point In(double seconds) { return Clock::now() + Seconds(seconds); }
 
 // One tensor of floats, and the handle of its allreduce.
 struct Sum {
@@ -283,16 +271,7 @@ TEST(a_wait_that_is_interrupted_within_a_batch_ends_the_group) {
 }
 
 TEST(a_mailbox_carries_words_in_order_and_refuses_nonsense) {
-  const size_t size = 3;
-  std::vector<std::unique_ptr<Arena>> arenas;
-  for (size_t rank = 0; rank < size; ++rank)
-    arenas.push_back(Arena::Create(static_cast<int>(rank), size, 4096, false).value());
-  for (auto& arena : arenas) {
-    for (size_t peer = 0; peer < size; ++peer) {
-      if (static_cast<int>(peer) != arena->rank())
-        CHECK(arena->AddSegment(static_cast<int>(peer), 0, arenas[peer]->control()).ok());
-    }
-  }
+  const Arenas arenas = ConnectedArenas(3, 4096);
   Mailboxes zero(*arenas[0]), one(*arenas[1]), two(*arenas[2]);
   std::mt19937 random(5);
   uint32_t written = 0;
