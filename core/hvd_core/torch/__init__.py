@@ -36,13 +36,20 @@ from ..objects import allgather_object, broadcast_object
 from .compression import Compression
 from .functions import broadcast_parameters
 from .handles import poll, synchronize
-from .ops import (
-    allgather,
-    allgather_async,
+from .optimizer import DistributedOptimizer
+from .reductions import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from .transfers import (
+    allgather,
+    allgather_async,
     barrier,
     broadcast,
     broadcast_,
@@ -50,12 +57,7 @@ from .ops import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
 )
-from .optimizer import DistributedOptimizer
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum

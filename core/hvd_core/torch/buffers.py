@@ -72,9 +72,9 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def as_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each tensor itself where it is a buffer, else a host copy."""
-    elsewhere = [tensor for tensor in tensors if not is_buffer(tensor)]
-    copies = iter(host_copies(elsewhere) if elsewhere else ())
-    return [tensor if is_buffer(tensor) else next(copies) for tensor in tensors]
+    fit = [is_buffer(tensor) for tensor in tensors]
+    copies = iter(host_copies([tensor for tensor, fits in zip(tensors, fit, strict=True) if not fits]))
+    return [tensor if fits else next(copies) for tensor, fits in zip(tensors, fit, strict=True)]
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -82,15 +82,20 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host if device == _CPU else host.to(device)
 
 
+# Of the same size, where numpy has none or gives torch one that it does not know.
+_BITS = {torch.bfloat16: torch.int16, torch.uint64: torch.int64}
+
+
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a dtype that numpy has, for collectives that only move bytes."""
-    return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    """The same memory as a dtype that comes back from numpy, for collectives that only move bytes."""
+    bits = _BITS.get(tensor.dtype)
+    return tensor if bits is None else tensor.detach().view(bits)
 
 
 def from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     """A tensor over `array` (which nobody else may write); undoes `as_bits`."""
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return tensor.view(torch.bfloat16) if dtype == torch.bfloat16 else tensor
+    return tensor.view(dtype) if dtype in _BITS else tensor
 
 
 def for_core(buffer: torch.Tensor) -> Any:

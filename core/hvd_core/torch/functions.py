@@ -11,7 +11,7 @@ import torch
 from .. import basics
 from ..errors import InvalidArgument, MismatchError
 from .handles import synchronize
-from .ops import broadcast_async, broadcast_async_
+from .transfers import broadcast_async, broadcast_async_
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
