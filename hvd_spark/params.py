@@ -50,6 +50,10 @@ def _number_or_name(value: Any) -> float | str:
     return value if isinstance(value, str) else TypeConverters.toFloat(value)
 
 
+def _steps_or_name(value: Any) -> int | str:
+    return value if isinstance(value, str) else TypeConverters.toInt(value)
+
+
 def _inputs(value: Any) -> list[str | list[str]]:
     entries = [value] if isinstance(value, str) else value
     return [entry if isinstance(entry, str) else TypeConverters.toListString(entry) for entry in entries]
@@ -127,6 +131,10 @@ KNOBS: tuple[Knob, ...] = (
     Knob("prefetch", "batches gathered ahead of the step", _INT, 2),
     Knob("shard_memory_bytes", "a rank's rows stay in memory up to this many bytes", _INT),
     Knob("shard_dir", "where larger shards are written; default: Spark's local directory", _STRING),
+    Knob("checkpoint_dir", "URL of this run's own directory, reachable from the executors", _STRING),
+    Knob("checkpoint_every", "'epoch' (default) or a number of steps", _steps_or_name),
+    Knob("keep_checkpoints", "how many of the newest are kept, besides the best; default 2", _INT),
+    Knob("resume", "go on from the last checkpoint in checkpoint_dir, if there is one", _BOOL, False),
     Knob("verbose", "0: the ranks' own output only", _INT, 1),
 )  # fmt: skip
 

@@ -90,6 +90,10 @@ class LossError(HvdError, ValueError):
     """The loss is NaN, is not a scalar, or cannot compare output and label. Names rank, epoch and step."""
 
 
+class CheckpointError(HvdError, RuntimeError):
+    """A checkpoint cannot be written or read, or does not belong to what is trained. Names URL and cause."""
+
+
 class RowsLost(HvdError, RuntimeError):
     """The ranks saw another number of rows than the engine sent."""
 

@@ -302,8 +302,10 @@ def test_sorted_order_and_fingerprint_do_not_depend_on_arrival() -> None:
     for i in range(3):
         assert np.array_equal(a.block(i)[a.sorted_order()], b.block(i)[b.sorted_order()])
     assert sorted(a.sorted_order()) == list(range(200))
-    assert a.fingerprint == b.fingerprint
-    assert a.fingerprint != pack(layout, random_table(200, 1)).fingerprint
+    assert a.fingerprint(a.sorted_order()) == b.fingerprint(b.sorted_order())
+    assert a.fingerprint(None) != b.fingerprint(None)
+    other = pack(layout, random_table(200, 1))
+    assert a.fingerprint(a.sorted_order()) != other.fingerprint(other.sorted_order())
 
 
 def test_batches_are_the_rows_asked_for() -> None:

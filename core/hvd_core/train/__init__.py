@@ -10,6 +10,8 @@ from .result import FitResult, OutputSpec
 from .spec import EarlyStopping, Scheduler, TrainSpec
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointWarning",
     "Column",
     "EarlyStopping",
     "FitResult",
@@ -23,13 +25,19 @@ __all__ = [
     "ShardWriter",
     "TensorBoard",
     "TrainSpec",
+    "check_checkpoint_dir",
     "columns_of",
     "fit_local",
     "fit_shard",
+    "load_checkpoint",
     "plan_layout",
 ]
 
 _LATE = {
+    "Checkpoint": "checkpoint",
+    "CheckpointWarning": "resume",
+    "check_checkpoint_dir": "checkpoint",
+    "load_checkpoint": "checkpoint",
     "PackedShard": "shard",
     "Shard": "shard",
     "ShardWriter": "shard",

@@ -60,13 +60,13 @@ class Framework(Protocol):
     """Made anew for each fit, in the process of the rank. All ranks call each method at the same time.
 
     names: keys of Totals, the same on all ranks, once `bind_outputs` was called. loss_weights: those of
-    them that are losses, with what each counts. totals: of the epoch under way. needs_pairs: a batch of a
-    single row cannot be trained on.
+    them that are losses, with what each counts. needs_pairs: a batch of a single row cannot be trained on.
+    weights_file: what `weights` are called in a checkpoint; the ending says what they are.
     """
 
     model: Any
     optimizer: Any
-    totals: Totals
+    weights_file: str
 
     @property
     def names(self) -> list[str]: ...
@@ -90,8 +90,10 @@ class Framework(Protocol):
     def bind_outputs(self, count: int) -> None:
         """Says how many outputs the model has, before the first epoch."""
 
-    def train_epoch(self, batches: Iterator[Batch], epoch: int, steps: int) -> Totals:
-        """One optimizer step for each batch, also for batches without rows on this rank."""
+    def train_epoch(self, batches: Iterator[Batch], epoch: int, steps: int, totals: Totals) -> None:
+        """One optimizer step for each batch, also for batches without rows on this rank; adds to `totals`,
+        completely before the next batch is asked for. `steps`: of a whole epoch; a resumed one begins
+        later, and may have no batch left."""
 
     def evaluate(self, batches: Iterator[Batch]) -> Totals:
         """Loss and metrics without training. No collective inside: ranks may have different numbers of
@@ -107,13 +109,18 @@ class Framework(Protocol):
         """Parameter name -> digest of its bits."""
 
     def weights(self) -> bytes:
-        """What `FitResult.weights` holds."""
+        """What `FitResult.weights` holds: the whole model, readable without running code."""
 
     def state(self) -> dict[str, Any]:
-        """A copy of everything that training changes, apart from the position in the data."""
+        """A copy of what else training changes and is equal on all ranks (optimizer, schedule, ...), asked
+        of rank 0 only: no collective. Plain values and numpy arrays, see `tree.dumps`."""
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Puts a `state()` back."""
+    def own_state(self) -> dict[str, Any]:
+        """A copy of what differs between ranks (random states), of the same kind. Without a collective."""
+
+    def load(self, weights: bytes, state: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Puts back what the three above gave; called after `prepare`. own None: the ranks are others now.
+        Raises CheckpointError when they are of another model or optimizer."""
 
 
 def framework_for(spec: TrainSpec) -> Framework:

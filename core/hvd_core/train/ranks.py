@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, NotInitialized
 
 if TYPE_CHECKING:
     from ..group import Group
@@ -22,7 +23,11 @@ class Ranks:
         if self.size > 1:
             from .. import basics
 
-            if not basics.is_initialized() or basics.default_group() is not group:
+            try:
+                default = basics.default_group()
+            except NotInitialized:
+                default = None
+            if default is not group:
                 raise InvalidArgument(
                     "training needs the default Group: pass hvd_core.basics.default_group()"
                 )
@@ -44,3 +49,7 @@ class Ranks:
         if self.group is None or self.size == 1:
             return data or b""
         return self.group.broadcast_bytes(data, root=root, name=f"train.{name}")
+
+    def long_phase(self, name: str, timeout_s: float) -> AbstractContextManager[None]:
+        """Around what only this rank does while the others wait; see `Group.long_phase`."""
+        return nullcontext() if self.group is None else self.group.long_phase(name, timeout_s)

@@ -21,8 +21,8 @@ class OutputSpec:
 class FitResult:
     """The fitted weights and how they came about. Equal on all ranks, apart from `weights` (rank 0 only).
 
-    weights: the state dict, as written by `torch.save` from plain tensors; `torch.load(...,
-    weights_only=True)` reads it without running code. b"" on ranks other than 0. history: a dict for each
+    weights: the state dict as a safetensors file, which is read without running code. b"" on ranks other
+    than 0. history: a dict for each
     epoch: epoch, loss, metrics, val_*, rows, steps, lr, seconds, and the split data / compute /
     communication in seconds (mean over ranks). best_epoch: 0-based; by the early-stopping metric, else
     val_loss, else loss. rows_seen: rows used in each epoch, training and validation together, over all

@@ -204,16 +204,15 @@ class Shard:
     def sorted_order(self) -> np.ndarray:
         """Row numbers in the order of a 128-bit hash of each row: the same however the rows arrived.
         int64."""
-        return sort_by_hash(self._row_hashes())
+        return sort_by_hash(self.row_hashes())
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal for equal rows in any order."""
-        hashes = self._row_hashes()
-        order = sort_by_hash(hashes)
-        return hashlib.sha256(np.ascontiguousarray(hashes[order]).tobytes()).hexdigest()[:32]
+    def fingerprint(self, order: np.ndarray | None) -> str:
+        """Equal for equal rows in the same order: `sorted_order()`, or None for the order of arrival."""
+        hashes = self.row_hashes() if order is None else self.row_hashes()[order]
+        return hashlib.sha256(np.ascontiguousarray(hashes).tobytes()).hexdigest()[:32]
 
-    def _row_hashes(self) -> np.ndarray:
+    def row_hashes(self) -> np.ndarray:
+        """(rows, 2) uint64: of all the blocks of each row."""
         if self._hashes is None:
             if not self.rows:
                 return np.empty((0, 2), np.uint64)

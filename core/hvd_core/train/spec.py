@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -150,9 +151,15 @@ class TrainSpec:
     shard_dir: str | None = None
     verbose: int = 1
 
-    # Not yet: refused by name.
-    checkpoint_every: int | None = None
+    #: URL of this run's own directory (a path, s3://..., hdfs://..., dbfs:/...), reachable from where rank 0
+    #: runs; None: no checkpoints.
+    checkpoint_dir: str | None = None
+    #: "epoch" (the default once there is a directory), or a number of optimizer steps. The best epoch and the
+    #: end of the run are always kept.
+    checkpoint_every: int | Literal["epoch"] | None = None
+    #: So many of the newest checkpoints are kept, besides the best one; None: 2.
     keep_checkpoints: int | None = None
+    #: Goes on from the last checkpoint in the directory, if there is one.
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -168,6 +175,7 @@ class TrainSpec:
             object.__setattr__(self, "batch_size", 32)
         if self.epochs is None and self.max_steps is None:
             object.__setattr__(self, "epochs", 1)
+        _check_checkpoints(self)
         _check(self)
 
     @property
@@ -250,9 +258,27 @@ def _check(spec: TrainSpec) -> None:
         raise InvalidArgument(
             "row_order='global' is not available yet; use 'shard' (the default) or 'arrival'"
         )
-    for name in ("checkpoint_every", "keep_checkpoints", "resume"):
-        if getattr(spec, name) not in (None, False):
-            raise InvalidArgument(f"{name} is not available yet: checkpoints come with a later version")
+
+
+def _check_checkpoints(spec: TrainSpec) -> None:
+    if spec.checkpoint_dir is None:
+        for name in ("checkpoint_every", "keep_checkpoints", "resume"):
+            if getattr(spec, name) not in (None, False):
+                raise InvalidArgument(f"{name} needs checkpoint_dir, the URL of the run's directory")
+        return
+    object.__setattr__(spec, "checkpoint_dir", os.fspath(spec.checkpoint_dir))
+    every = "epoch" if spec.checkpoint_every is None else spec.checkpoint_every
+    keep = 2 if spec.keep_checkpoints is None else spec.keep_checkpoints
+    if every != "epoch" and not _is_count(every):
+        raise InvalidArgument(f"checkpoint_every must be 'epoch' or a number of steps, not {every!r}")
+    if not _is_count(keep):
+        raise InvalidArgument(f"keep_checkpoints must be a whole number >= 1, not {keep!r}")
+    object.__setattr__(spec, "checkpoint_every", every)
+    object.__setattr__(spec, "keep_checkpoints", keep)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_what(spec: TrainSpec) -> None:

@@ -4,7 +4,6 @@ batch."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import InvalidArgument, LossError
+from ..errors import CheckpointError, InvalidArgument, LossError
 from .columns import ModelFacts
 from .framework import Batch, Totals
 from .ranks import Ranks
@@ -30,11 +29,11 @@ from .torch_model import (
     float_dtype,
     outputs_of,
     run_model,
-    state_bytes,
     to_tensors,
 )
 from .torch_objective import Objective
 from .torch_rate import LearningRate
+from .torch_state import check_same_model, read_weights, to_plain, to_torch, weights_bytes
 
 #: The loop reduces by `synchronize()` once a step, whatever the number of backward passes before it.
 _NEVER = 1 << 30
@@ -47,7 +46,7 @@ class TorchFramework:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    totals: Totals
+    weights_file = "weights.safetensors"
 
     def facts(self, spec: TrainSpec) -> ModelFacts:
         return facts(spec)
@@ -78,7 +77,6 @@ class TorchFramework:
             self._distribute()
         self._ema = None if spec.ema_decay is None else [p.detach().clone() for p in self.model.parameters()]
         self._rows_since_sync = 0
-        self.totals = Totals()
 
     def _distribute(self) -> None:
         from .. import torch as hvd
@@ -118,8 +116,7 @@ class TorchFramework:
 
     # -- train --
 
-    def train_epoch(self, batches: Iterator[Batch], epoch: int, steps: int) -> Totals:
-        totals = self.totals = Totals()
+    def train_epoch(self, batches: Iterator[Batch], epoch: int, steps: int, totals: Totals) -> None:
         self.model.train()
         for batch in batches:
             self._rate.before_step(epoch, batch.step, steps)
@@ -130,11 +127,10 @@ class TorchFramework:
                 raise LossError(f"{where}: {error}") from error.__cause__
             totals.rows += batch.rows
             totals.steps += 1
-        self._rows_since_sync += totals.rows
+            self._rows_since_sync += batch.rows
         start = time.perf_counter()
         self._sync_buffers()
         totals.communication_s += time.perf_counter() - start
-        return totals
 
     def _step(self, batch: Batch, totals: Totals) -> None:
         self.optimizer.zero_grad()
@@ -286,29 +282,58 @@ class TorchFramework:
 
     def weights(self) -> bytes:
         with self._averaged():
-            return state_bytes(self.model.state_dict())
+            return weights_bytes(self.model.state_dict())
 
     def state(self) -> dict[str, Any]:
-        """A copy of what training changes, as plain tensors and numbers."""
-        return copy.deepcopy(
-            {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "rate": self._rate.state(),
-                "scaler": None if self._scaler is None else self._scaler.state_dict(),
-                "ema": self._ema,
-                "rng": torch.get_rng_state(),
-            }
-        )
+        """`parameters`: those that are trained, where the weights are running means of them."""
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": type(self.optimizer).__name__,
+            "rate": self._rate.state(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "parameters": None if self._ema is None else dict(self.model.named_parameters()),
+        }
+        plain: dict[str, Any] = to_plain(state)
+        return plain
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+    def own_state(self) -> dict[str, Any]:
+        """Between two epochs' ends the ranks' buffers differ, as their random states always do."""
+        buffers = dict(self.model.named_buffers()) if self._ranks.size > 1 else {}
+        own: dict[str, Any] = to_plain(
+            {"rng": torch.get_rng_state(), "buffers": buffers, "rows_since_sync": self._rows_since_sync}
+        )
+        return own
+
+    def load(self, weights: bytes, state: dict[str, Any], own: dict[str, Any] | None) -> None:
+        saved, state = read_weights(weights), to_torch(state)
+        check_same_model(self.model, saved)
+        here, there = type(self.optimizer).__name__, state["optimizer_class"]
+        if here != there:
+            raise CheckpointError(f"it holds the state of {there}, but the optimizer is {here}")
+        self.model.load_state_dict(saved)
+        if self._ema is not None:
+            self._ema = [p.detach().clone() for p in self.model.parameters()]
+        if state["parameters"] is not None:
+            with torch.no_grad():
+                for name, p in self.model.named_parameters():
+                    p.copy_(state["parameters"][name])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise CheckpointError(f"the optimizer does not take its state: {error}") from error
         self._rate.load(state["rate"])
-        if self._scaler is not None:
+        if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
-        self._ema = copy.deepcopy(state["ema"])
-        torch.set_rng_state(state["rng"])
+        if own is not None:
+            self._load_own(to_torch(own))
+
+    def _load_own(self, own: dict[str, Any]) -> None:
+        self._rows_since_sync = own["rows_since_sync"]
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in own["buffers"]:
+                    buffer.copy_(own["buffers"][name])
+        torch.set_rng_state(own["rng"])
 
 
 def _weight(batch: Batch) -> Tensor | None:

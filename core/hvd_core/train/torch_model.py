@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
-import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ from ..errors import InvalidArgument, LossError, PreflightError
 from .columns import ModelFacts
 from .spec import TrainSpec
 from .torch_losses import terms_for
+from .torch_state import read_weights
 
 
 def build_model(spec: TrainSpec) -> nn.Module:
@@ -120,14 +119,7 @@ def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
     return found
 
 
-def state_bytes(state: dict[str, Any]) -> bytes:
-    """Plain tensors as `torch.save` writes them; `torch.load(weights_only=True)` reads them."""
-    file = io.BytesIO()
-    torch.save(copy.copy(state), file)
-    return file.getvalue()
-
-
 def load_weights(model: nn.Module, weights: bytes) -> nn.Module:
     """Puts `FitResult.weights` into a model of the same class; returns it, in evaluation mode."""
-    model.load_state_dict(torch.load(io.BytesIO(weights), weights_only=True, map_location="cpu"))
+    model.load_state_dict(read_weights(weights))
     return model.eval()

@@ -71,5 +71,5 @@ class LearningRate:
         return None if self._scheduler is None else self._scheduler.state_dict()
 
     def load(self, state: Any) -> None:
-        if self._scheduler is not None:
+        if self._scheduler is not None and state is not None:
             self._scheduler.load_state_dict(state)
