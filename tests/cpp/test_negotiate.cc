@@ -24,14 +24,14 @@ TEST(nothing_is_decided_before_all_ranks_announced) {
   Negotiator negotiator(3, 1 << 20);
   negotiator.Announce(2, Allreduce("x", {4}), kNow);
   negotiator.Announce(0, Allreduce("x", {4}), kNow);
-  CHECK(negotiator.Decide().decisions.empty());
+  CHECK(negotiator.Decide().ids.empty());
   CHECK_EQ(negotiator.Waits().size(), 1u);
   CHECK_EQ(negotiator.Describe(negotiator.Waits()[0]),
            std::string("allreduce 'x' was submitted by ranks 0, 2 but not by rank 1"));
   negotiator.Announce(1, Allreduce("x", {4}), kNow);
   const Round round = negotiator.Decide();
-  CHECK_EQ(round.decisions.size(), 1u);
-  CHECK(round.decisions[0].mismatch.empty());
+  CHECK_EQ(round.in_full.size(), 1u);
+  CHECK(round.in_full[0].mismatch.empty());
   CHECK(negotiator.idle());
 }
 
@@ -59,7 +59,7 @@ TEST(every_order_of_announcements_completes_every_name_once) {
     std::map<std::string, int> decided;
     for (const auto& [rank, name] : events) {
       negotiator.Announce(rank, Allreduce("t" + std::to_string(name), {name}), kNow);
-      for (const Decision& decision : negotiator.Decide().decisions) ++decided[decision.name];
+      for (const Decision& decision : negotiator.Decide().in_full) ++decided[decision.name];
     }
     CHECK_EQ(decided.size(), 6u);
     for (const auto& [name, times] : decided) CHECK_EQ(times, 1);
@@ -102,7 +102,7 @@ TEST(allgather_lets_only_the_first_extent_differ) {
   Negotiator negotiator(2, 1 << 20);
   negotiator.Announce(0, first, kNow);
   negotiator.Announce(1, second, kNow);
-  CHECK((negotiator.Decide().decisions[0].rows == std::vector<std::vector<int64_t>>{{2, 5}}));
+  CHECK((negotiator.Decide().in_full[0].rows == std::vector<std::vector<int64_t>>{{2, 5}}));
 }
 
 TEST(fusion_joins_only_what_may_go_together_and_keeps_to_the_limit) {
@@ -122,17 +122,23 @@ TEST(fusion_joins_only_what_may_go_together_and_keeps_to_the_limit) {
       requests.push_back(request);
       decisions.push_back(decision);
     }
-    std::vector<Agreed> agreed;
-    for (size_t i = 0; i < requests.size(); ++i) agreed.push_back({&requests[i], &decisions[i]});
+    std::vector<Tensor> tensors;
+    for (size_t i = 0; i < requests.size(); ++i)
+      AppendTensors(requests[i], decisions[i], static_cast<uint32_t>(i), &tensors);
     std::vector<int> seen(requests.size());
-    for (const auto& batch : Fuse(agreed, limit)) {
+    const Batches batches = Fuse(tensors, limit);
+    for (size_t b = 0; b < batches.size(); ++b) {
+      const auto batch = batches[b];
       CHECK(!batch.empty());
+      CHECK(std::is_sorted(batch.begin(), batch.end(),
+                           [](const Tensor& a, const Tensor& z) { return a.decision < z.decision; }));
       uint64_t nbytes = 0;
       const Request& first = requests[batch[0].decision];
-      for (const TensorRef& tensor : batch) {
+      for (const Tensor& tensor : batch) {
         const Request& request = requests[tensor.decision];
         ++seen[tensor.decision];
-        nbytes += request.members[0].nbytes();
+        CHECK_EQ(tensor.nbytes, request.members[0].nbytes());
+        nbytes += tensor.nbytes;
         CHECK(request.op == first.op && request.reduce == first.reduce);
         CHECK(request.members[0].dtype == first.members[0].dtype);
       }
@@ -140,6 +146,81 @@ TEST(fusion_joins_only_what_may_go_together_and_keeps_to_the_limit) {
       CHECK(batch.size() == 1 || first.op == Op::kAllreduce);
     }
     for (const int times : seen) CHECK_EQ(times, 1);
+  }
+}
+
+TEST(a_name_index_finds_what_it_holds) {
+  std::mt19937 random(13);
+  for (int trial = 0; trial < 50; ++trial) {
+    NameIndex index;
+    std::map<std::string, uint32_t> expected;
+    std::vector<std::string> names(200);
+    for (uint32_t slot = 0; slot < names.size(); ++slot) names[slot] = "t" + std::to_string(slot * 7);
+    for (int step = 0; step < 1000; ++step) {
+      const auto slot = static_cast<uint32_t>(random() % names.size());
+      const std::string& name = names[slot];
+      if (expected.contains(name)) {
+        index.Erase(name, slot);
+        expected.erase(name);
+      } else {
+        index.Insert(name, slot);
+        expected[name] = slot;
+      }
+      const std::string& other = names[random() % names.size()];
+      const auto found = expected.find(other);
+      CHECK_EQ(index.Find(other, [&](uint32_t s) { return names[s] == other; }),
+               found == expected.end() ? NameIndex::kNone : found->second);
+      CHECK_EQ(index.size(), expected.size());
+    }
+  }
+}
+
+TEST(a_cache_forgets_what_was_decided_longest_ago_and_never_takes_an_old_number_for_a_new_one) {
+  std::mt19937 random(17);
+  for (int trial = 0; trial < 100; ++trial) {
+    const size_t capacity = 1 + random() % 16;
+    Cache<int> cache(capacity);
+    std::vector<std::string> by_age;  // the oracle
+    std::map<std::string, std::pair<CacheId, int>> last;
+    std::vector<CacheId> dead;
+    const auto drop = [&](const std::string& name) {
+      dead.push_back(last[name].first);
+      std::erase(by_age, name);
+    };
+    for (int step = 0; step < 300; ++step) {
+      const std::string name = "n" + std::to_string(random() % (2 * capacity));
+      auto* entry = cache.Find(name);
+      CHECK_EQ(entry != nullptr, std::ranges::find(by_age, name) != by_age.end());
+      if (entry != nullptr && random() % 2 == 0) {
+        CHECK_EQ(entry->value, last[name].second);
+        cache.Touch(entry->id);
+        std::erase(by_age, name);
+        by_age.push_back(name);
+      } else {
+        if (entry != nullptr) drop(name);
+        last[name] = {cache.Add(name, step)->id, step};
+        by_age.push_back(name);
+      }
+      cache.Trim([&](const auto& forgotten) {
+        CHECK_EQ(forgotten.name, by_age.front());
+        drop(by_age.front());
+      });
+      CHECK(cache.size() <= capacity);
+      for (const CacheId id : dead) CHECK(cache.Find(id) == nullptr && cache.WasGiven(id));
+      std::vector<std::string> visited;
+      cache.ForEach([&](const auto& e) { visited.push_back(e.name); });
+      CHECK(visited == by_age);
+    }
+  }
+}
+
+TEST(a_set_of_ranks_holds_any_number_of_them) {
+  for (const int size : {1, 2, 16, 63, 64, 65, 200}) {
+    RankSet ranks;
+    for (int r = size - 1; r >= 0; r -= 3) ranks.Add(r);
+    for (int r = 0; r < size; ++r) CHECK_EQ(ranks.Has(r), (size - 1 - r) % 3 == 0);
+    ranks.Clear();
+    for (int r = 0; r < size; ++r) CHECK(!ranks.Has(r));
   }
 }
 
@@ -172,20 +253,23 @@ struct SimulatedRank {
   }
   // False if the round is about something that is not pending here.
   bool Apply(const Round& round) {
-    for (const Decision& decision : round.decisions) {
-      auto* entry = decision.id == kNoId ? nullptr : known.Find(decision.id);
-      if (decision.id != kNoId && entry == nullptr) return false;
-      const std::string name = entry == nullptr ? decision.name : entry->name;
+    auto in_full = round.in_full.begin();
+    for (const CacheId id : round.ids) {
+      auto* entry = id == kNoId ? nullptr : known.Find(id);
+      if (id != kNoId && entry == nullptr) return false;
+      const std::string name = entry == nullptr ? in_full->name : entry->name;
       const auto found = pending.find(name);
       if (found == pending.end()) return false;
       ++decided[name];
-      if (!decision.mismatch.empty()) ++mismatched[name];
       if (entry != nullptr) {
         if (!by_id[name]) return false;
-        known.Touch(decision.id);
-      } else if (decision.mismatch.empty()) {
+        known.Touch(id);
+      } else if (in_full->mismatch.empty()) {
         known.Add(name, {found->second});
+      } else {
+        ++mismatched[name];
       }
+      if (id == kNoId) ++in_full;
       pending.erase(found);
     }
     known.Trim([this](const Cache<Mine>::Entry& entry) {
@@ -237,13 +321,13 @@ TEST(what_comes_again_is_decided_once_whatever_is_forgotten_and_however_late_new
           break;
         case 2:
           if (me.in.empty()) break;
-          left -= static_cast<int>(me.in.front().decisions.size());
+          left -= static_cast<int>(me.in.front().ids.size());
           CHECK(me.Apply(me.in.front()));
           me.in.pop_front();
           break;
         case 3: {
           const Round round = negotiator.Decide();
-          if (round.decisions.empty()) break;
+          if (round.ids.empty()) break;
           for (SimulatedRank& each : ranks) each.in.push_back(round);
           idle = 0;
         }
@@ -270,7 +354,7 @@ TEST(a_number_that_was_never_given_is_noticed) {
   CHECK(!negotiator.Announce(1, CacheId{0}, kNow));
   negotiator.Announce(0, Allreduce("x", {4}), kNow);
   negotiator.Announce(1, Allreduce("x", {4}), kNow);
-  CHECK_EQ(negotiator.Decide().decisions.size(), 1u);
+  CHECK_EQ(negotiator.Decide().in_full.size(), 1u);
   CHECK(negotiator.Announce(1, CacheId{0}, kNow));
   CHECK(!negotiator.Announce(1, CacheId{1}, kNow));
   CHECK(!negotiator.Announce(1, kNoId, kNow));
@@ -279,8 +363,7 @@ TEST(a_number_that_was_never_given_is_noticed) {
            std::string("allreduce 'x' was submitted by rank 1 but not by rank 0"));
   CHECK_EQ(negotiator.WaitsFor(0).value(), std::string("x"));
   negotiator.Announce(0, Allreduce("x", {5}), kNow);
-  CHECK_EQ(negotiator.Decide().decisions[0].mismatch,
-           std::string("x: rank 1 has shape (4,), rank 0 has (5,)"));
+  CHECK_EQ(negotiator.Decide().in_full[0].mismatch, std::string("x: rank 1 has shape (4,), rank 0 has (5,)"));
   CHECK(negotiator.idle());
 }
 
@@ -293,9 +376,9 @@ TEST(requests_and_rounds_survive_the_wire_and_damage_is_noticed) {
   CHECK_EQ(Serialize(parsed.value()), bytes);
   Round round;
   round.fusion_nbytes = 5;
-  round.decisions.push_back({kNoId, "x", "", {{1, 2}}, {{{1, 64}, {2, 128}}}});
-  round.decisions.push_back({3, "", "", {}, {}});
-  round.decisions.push_back({kNoId, "y", "they differ", {}, {}});
+  round.ids = {kNoId, 3, kNoId};
+  round.in_full.push_back({"x", "", {{1, 2}}, {{{1, 64}, {2, 128}}}});
+  round.in_full.push_back({"y", "they differ", {}, {}});
   const std::string round_bytes = Serialize(round);
   CHECK_EQ(Serialize(ParseRound(round_bytes).value()), round_bytes);
   for (size_t cut = 0; cut < bytes.size(); ++cut) CHECK(!ParseAnnouncements(bytes.substr(0, cut)).ok());

@@ -169,10 +169,10 @@ std::vector<std::string> Corpus() {
   add(FuzzAnnouncements, Serialize(all));
 
   Round round;
-  round.decisions = {{.name = "step", .places = {{{1, 64}, {2, 128}}, {}}},
-                     {.name = "predictions", .rows = {{3, 0, 12}}},
-                     {.name = "loss", .mismatch = "loss: rank 3 has shape (12,), rank 0 has (10,)"}};
-  round.decisions.push_back({.id = 7});
+  round.in_full = {{.name = "step", .places = {{{1, 64}, {2, 128}}, {}}},
+                   {.name = "predictions", .rows = {{3, 0, 12}}},
+                   {.name = "loss", .mismatch = "loss: rank 3 has shape (12,), rank 0 has (10,)"}};
+  round.ids = {kNoId, 7, kNoId, kNoId};
   round.fusion_nbytes = 4 << 20;
   add(FuzzRound, Serialize(Round{}));
   add(FuzzRound, Serialize(round));

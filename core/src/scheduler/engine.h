@@ -24,9 +24,13 @@ struct Buffer {
 
 struct Submission {
   std::shared_ptr<const Request> request;
-  std::vector<Buffer> buffers;
+  std::vector<Buffer> buffers;  // empty: `only` is the only one
   std::shared_ptr<Handle> handle;
   int64_t queued_ns = 0;  // only while a timeline is written
+  Buffer only{};
+
+  bool active() const { return handle != nullptr; }
+  const Buffer& buffer(uint32_t member) const { return buffers.empty() ? only : buffers[member]; }
 };
 
 // A collective on one tensor as its caller has it, without memory of its own.
@@ -42,12 +46,11 @@ struct Call {
   Location where;
   Buffer buffer;
 
-  bool Is(const Request& request) const {
-    if (request.members.size() != 1) return false;
-    const Member& member = request.members.front();
-    return op == request.op && dtype == member.dtype && std::ranges::equal(shape, member.shape) &&
-           reduce == request.reduce && prescale == request.prescale && postscale == request.postscale &&
-           root == request.root && where == member.where;
+  // The same collective, whatever the memory.
+  bool Is(const Call& other) const {
+    return op == other.op && dtype == other.dtype && reduce == other.reduce && root == other.root &&
+           prescale == other.prescale && postscale == other.postscale && where == other.where &&
+           std::ranges::equal(shape, other.shape);
   }
 };
 

@@ -9,6 +9,10 @@
 
 namespace hvd {
 
+inline std::string WholeSeconds(Clock::duration duration) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";
+}
+
 // A rank has begun something that takes long and that the others rightly wait for (a checkpoint, an
 // evaluation), or has ended what it began last.
 struct PhaseNews {
@@ -57,9 +61,6 @@ class LongPhases {
     Clock::time_point since;
     Clock::time_point until;
   };
-  static std::string WholeSeconds(Clock::duration duration) {
-    return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";
-  }
 
   std::vector<Phase> open_;
   Clock::time_point ended_ = Clock::time_point::min();

@@ -84,17 +84,19 @@ bool Negotiator::Announce(int rank, CacheId id, Clock::time_point now) {
   auto* found = known_.Find(id);
   if (found == nullptr) return known_.WasGiven(id);
   Known& known = found->value;
-  if (const auto entry = entries_.find(found->name); entry != entries_.end()) {
-    Add(entry->second, rank, Expand(known, rank), id);
-    return true;
+  if (!entries_.empty()) {
+    if (const auto entry = entries_.find(found->name); entry != entries_.end()) {
+      Add(entry->second, rank, Expand(known, rank), id);
+      return true;
+    }
   }
-  if (known.announced[static_cast<size_t>(rank)]) return true;
-  known.announced[static_cast<size_t>(rank)] = true;
+  if (known.announced.Has(rank)) return true;
+  known.announced.Add(rank);
   if (known.count == 0) {
     known.since = now;
     ++known_waiting_;
   }
-  if (++known.count == size_) ready_.push_back({id, {}});
+  if (++known.count == size_) ready_.push_back(id);
   return true;
 }
 
@@ -110,9 +112,9 @@ Negotiator::Entry& Negotiator::EntryOf(const std::string& name, Clock::time_poin
   Known& known = found->value;
   entry.since = known.since;
   for (int rank = 0; rank < size_; ++rank) {
-    if (known.announced[static_cast<size_t>(rank)]) Add(entry, rank, Expand(known, rank), found->id);
+    if (known.announced.Has(rank)) Add(entry, rank, Expand(known, rank), found->id);
   }
-  known.announced.assign(static_cast<size_t>(size_), false);
+  known.announced.Clear();
   known.count = 0;
   --known_waiting_;
   return entry;
@@ -124,7 +126,9 @@ void Negotiator::Add(Entry& entry, int rank, Request request, CacheId id) {
   const std::string name = request.name;
   slot = std::move(request);
   entry.ids[static_cast<size_t>(rank)] = id;
-  if (++entry.announced == size_) ready_.push_back({kNoId, name});
+  if (++entry.announced < size_) return;
+  ready_.push_back(kNoId);
+  ready_in_full_.push_back(name);
 }
 
 Request Negotiator::Expand(const Known& known, int rank) {
@@ -141,7 +145,6 @@ Negotiator::Known Negotiator::Remember(const Entry& entry, const Decision& decis
   Known known;
   known.request = *entry.by_rank[0];
   known.rows = decision.rows;
-  known.announced.resize(static_cast<size_t>(size_));
   bool in_arena = false;
   for (const auto& request : entry.by_rank) {
     auto& where = known.where.emplace_back();
@@ -181,23 +184,24 @@ Round Negotiator::Decide() {
   Round round;
   if (ready_.empty()) return round;
   round.fusion_nbytes = fusion_nbytes_;
-  for (const Ready& ready : ready_) {
-    Decision& decision = round.decisions.emplace_back();
-    if (ready.id != kNoId) {
-      Known& known = known_.Find(ready.id)->value;
-      known.announced.assign(static_cast<size_t>(size_), false);
-      known.count = 0;
-      --known_waiting_;
-      known_.Touch(ready.id);
-      decision.id = ready.id;
+  auto name = ready_in_full_.begin();
+  for (const CacheId id : ready_) {
+    if (id == kNoId) {
+      const auto entry = entries_.find(*name);
+      Decision& decision = round.in_full.emplace_back(DecideAbout(entry->second, *name));
+      if (decision.mismatch.empty()) known_.Add(*name, Remember(entry->second, decision));
+      entries_.erase(entry);
+      ++name;
       continue;
     }
-    const auto entry = entries_.find(ready.name);
-    decision = DecideAbout(entry->second, ready.name);
-    if (decision.mismatch.empty()) known_.Add(ready.name, Remember(entry->second, decision));
-    entries_.erase(entry);
+    Known& known = known_.Find(id)->value;
+    known.announced.Clear();
+    known.count = 0;
+    --known_waiting_;
+    known_.Touch(id);
   }
-  ready_.clear();
+  round.ids.swap(ready_);
+  ready_in_full_.clear();
   known_.Trim([this](const Cache<Known>::Entry& entry) { Forget(entry); });
   return round;
 }
@@ -232,7 +236,7 @@ std::vector<Negotiator::Waiting> Negotiator::Waits() const {
   known_.ForEach([&](const Cache<Known>::Entry& entry) {
     const Known& known = entry.value;
     if (known.count == 0 || known.count == size_) return;
-    add(entry.name, known.since, [&](size_t rank) { return known.announced[rank]; });
+    add(entry.name, known.since, [&](size_t rank) { return known.announced.Has(static_cast<int>(rank)); });
   });
   return waits;
 }

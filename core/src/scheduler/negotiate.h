@@ -10,6 +10,33 @@
 
 namespace hvd {
 
+// Some of the ranks 0, 1, ...; without memory of its own up to 64.
+class RankSet {
+ public:
+  bool Has(int rank) const {
+    if (rank < 64) return (few_ >> rank & 1) != 0;
+    const auto at = static_cast<size_t>(rank) - 64;
+    return at < more_.size() && more_[at];
+  }
+  void Add(int rank) {
+    if (rank < 64) {
+      few_ |= uint64_t{1} << rank;
+      return;
+    }
+    const auto at = static_cast<size_t>(rank) - 64;
+    if (at >= more_.size()) more_.resize(at + 1);
+    more_[at] = true;
+  }
+  void Clear() {
+    few_ = 0;
+    more_.clear();
+  }
+
+ private:
+  uint64_t few_ = 0;
+  std::vector<bool> more_;
+};
+
 // Merges what the ranks announce, in any order, and decides what is done next. Lives on the coordinator
 // (rank 0). No I/O and no clock of its own: the same announcements give the same decisions.
 class Negotiator {
@@ -52,16 +79,12 @@ class Negotiator {
   };
   // What was agreed on, and who has announced it again by its id.
   struct Known {
+    int count = 0;
+    RankSet announced;
+    Clock::time_point since;
     Request request;                           // rank 0's
     std::vector<std::vector<Location>> where;  // [rank][member]; empty if nothing lies in the arena
     std::vector<std::vector<int64_t>> rows;    // [member][rank], of an allgather
-    std::vector<bool> announced;
-    int count = 0;
-    Clock::time_point since;
-  };
-  struct Ready {
-    CacheId id;
-    std::string name;  // if id is kNoId
   };
 
   Entry& EntryOf(const std::string& name, Clock::time_point now);
@@ -77,8 +100,9 @@ class Negotiator {
   const size_t fusion_nbytes_;
   std::map<std::string, Entry> entries_;
   Cache<Known> known_;
-  int known_waiting_ = 0;  // entries of known_ that some ranks have announced
-  std::vector<Ready> ready_;
+  int known_waiting_ = 0;       // entries of known_ that some ranks have announced
+  std::vector<CacheId> ready_;  // all have announced it; kNoId: the next one of ready_in_full_
+  std::vector<std::string> ready_in_full_;
 };
 
 // Why the requests of the ranks under one name do not go together; empty if they do.

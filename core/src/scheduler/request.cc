@@ -1,5 +1,7 @@
 #include "scheduler/request.h"
 
+#include <algorithm>
+
 #include "transport/wire.h"
 
 namespace hvd {
@@ -117,10 +119,9 @@ Result<std::vector<Announcement>> ParseAnnouncements(std::string_view bytes) {
 std::string Serialize(const Round& round) {
   Writer out;
   out.Put(round.fusion_nbytes);
-  out.Put(static_cast<uint32_t>(round.decisions.size()));
-  for (const Decision& decision : round.decisions) {
-    out.Put(decision.id);
-    if (decision.id != kNoId) continue;
+  out.Put(static_cast<uint32_t>(round.ids.size()));
+  for (const CacheId id : round.ids) out.Put(id);
+  for (const Decision& decision : round.in_full) {
     out.PutString(decision.name);
     out.PutString(decision.mismatch);
     out.Put(static_cast<uint32_t>(decision.rows.size()));
@@ -138,10 +139,11 @@ Result<Round> ParseRound(std::string_view bytes) {
   Reader in(bytes);
   Round round;
   round.fusion_nbytes = in.Get<uint64_t>();
-  round.decisions.resize(in.GetCount());
-  for (Decision& decision : round.decisions) {
-    decision.id = in.Get<CacheId>();
-    if (decision.id != kNoId) continue;
+  round.ids.resize(in.GetCount());
+  for (CacheId& id : round.ids) id = in.Get<CacheId>();
+  if (!in.ok()) return Status(Code::kPeerLost, "it sent a broken decision");
+  round.in_full.resize(static_cast<size_t>(std::count(round.ids.begin(), round.ids.end(), kNoId)));
+  for (Decision& decision : round.in_full) {
     decision.name = in.GetString();
     decision.mismatch = in.GetString();
     decision.rows.resize(in.GetCount());

@@ -28,6 +28,7 @@ struct Member {
     return count;
   }
   uint64_t nbytes() const { return count() * ItemSize(dtype); }
+  bool operator==(const Member&) const = default;
 };
 
 // What a rank announces as ready: one collective over one or several tensors that complete together. Its name
@@ -41,6 +42,7 @@ struct Request {
   double postscale = 1;
   int32_t root = 0;
   std::vector<Member> members;
+  bool operator==(const Request&) const = default;
 };
 
 // Stands for what the ranks have agreed on before (scheduler/cache.h).
@@ -55,7 +57,6 @@ struct Announcement {
 
 // What the coordinator decided about a name that all ranks have announced.
 struct Decision {
-  CacheId id = kNoId;  // not kNoId: as agreed before, and the rest is empty
   std::string name;
   std::string mismatch;  // not empty: nothing is done, and this is why
   // Allgather only: first extents, [member][rank].
@@ -69,7 +70,8 @@ struct Decision {
 struct Round {
   int64_t known_ns = 0;        // when this rank heard of it, for the timeline; does not travel
   uint64_t fusion_nbytes = 0;  // the coordinator's
-  std::vector<Decision> decisions;
+  std::vector<CacheId> ids;    // as agreed before; kNoId: the next one of in_full
+  std::vector<Decision> in_full;
 };
 
 std::string Serialize(const std::vector<Announcement>& announcements);

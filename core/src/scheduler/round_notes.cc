@@ -11,13 +11,15 @@ void Scheduler::PostTrace(int rank, const std::string& payload) {
   }
 }
 
-void Scheduler::NoteBatch(Trace& trace, const std::vector<TensorRef>& batch, int64_t begin_ns) {
-  const NotedBatch& noted = noted_.emplace_back(
-      NotedBatch{batch, counters_.fused_batches.load(std::memory_order_relaxed), begin_ns, NowNs()});
+void Scheduler::NoteBatch(Trace& trace, std::span<const Tensor> batch, int64_t begin_ns) {
+  const NotedBatch& noted =
+      noted_.emplace_back(NotedBatch{{batch.begin(), batch.end()},
+                                     counters_.fused_batches.load(std::memory_order_relaxed),
+                                     begin_ns,
+                                     NowNs()});
   uint64_t nbytes = 0;
-  for (const TensorRef& tensor : batch)
-    nbytes += agreed_[tensor.decision].request->members[tensor.member].nbytes();
-  const Request& request = *agreed_[batch.front().decision].request;
+  for (const Tensor& tensor : batch) nbytes += tensor.nbytes;
+  const Request& request = *running_[batch.front().decision].request;
   const Member& front = request.members[batch.front().member];
   const std::string what = std::string(Name(request.op)) + " " + Name(front.dtype);
   trace.Batch({BatchRow::kEager, noted.number, what, static_cast<uint32_t>(batch.size()), nbytes,
@@ -37,8 +39,8 @@ void Scheduler::NoteRound(Trace& trace, const Round& round) {
     trace.Tensor(tensor);
   };
   for (const NotedBatch& batch : noted_) {
-    for (const TensorRef& ref : batch.tensors) {
-      const Request& request = *agreed_[ref.decision].request;
+    for (const Tensor& ref : batch.tensors) {
+      const Request& request = *running_[ref.decision].request;
       const Member& member = request.members[ref.member];
       TensorTrace tensor{member.name, Name(request.op), BatchRow::kEager, batch.number, member.nbytes()};
       tensor.begun_ns = batch.begin_ns;
@@ -48,7 +50,7 @@ void Scheduler::NoteRound(Trace& trace, const Round& round) {
   }
   noted_.clear();
   for (size_t i = 0; i < running_.size(); ++i) {  // what has no data, or was refused
-    const Request& request = *agreed_[i].request;
+    const Request& request = *running_[i].request;
     const bool failed = !running_[i].decision->mismatch.empty();
     if (!failed && !request.members.empty()) continue;
     TensorTrace tensor{request.name, Name(request.op)};

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -37,7 +39,7 @@ struct SchedulerOptions {
 //
 // Whoever has the baton does all of that, one turn after another: a thread that waits for a handle if it can
 // get hold of the baton, else the thread of the Scheduler, which sleeps while it has nothing to do. Only that
-// thread ends the Group. scheduler.cc says who works, rounds.cc what is done.
+// thread ends the Group. scheduler.cc has what other threads call; the other files are named below.
 class Scheduler final : public Engine {
  public:
   // links: to the neighbour hosts; none on one host.
@@ -64,20 +66,26 @@ class Scheduler final : public Engine {
  private:
   // What all ranks agreed on, and this rank's part in it.
   struct Known {
+    Known() = default;
+    Known(std::shared_ptr<const Request> request, Decision decision);
+
+    Submission pending;  // submitted again and not done; no handle: it is not
+    // Of a request with one member: what Submit compares with, and what is fused.
+    std::optional<Call> call;
+    std::optional<Tensor> tensor;
     std::shared_ptr<const Request> request;
     Decision decision;
-    Submission pending;  // submitted again and not done; no handle: it is not
-    bool announced = false;
   };
   // A collective of the round that is being run.
   struct Running {
     Submission* submission;
+    const Request* request;
     const Decision* decision;
-    Known* known;  // null if it was decided in full
-    CacheId id;    // of known
+    Known* known;  // null if it was submitted in full
+    CacheId id;    // of known; kNoId if it was decided in full
   };
 
-  // -- scheduler.cc: who works
+  // -- baton.cc: who works
   void Run() EXCLUDES(baton_, mutex_);
   void NapThroughBurst();
   bool SleepUntilNews(Clock::time_point due, bool parked);
@@ -88,14 +96,13 @@ class Scheduler final : public Engine {
   void WaitForOthers(Handle& handle, Clock::time_point deadline) EXCLUDES(mutex_, baton_);
   void HandOver() EXCLUDES(mutex_, baton_);
   void RingBell();
+  static void Ring(const UniqueFd& event);
   void NewsFor(Then then);
   void Fail(const Status& status) EXCLUDES(mutex_);
   void End() REQUIRES(baton_) EXCLUDES(mutex_);
   void Die(const Status& status, bool tell_peers) REQUIRES(baton_) EXCLUDES(mutex_);
 
-  // -- rounds.cc: what a turn does
-  // Looks at everything once; true if something happened. poll: at the links as well.
-  Result<bool> Turn(bool poll) REQUIRES(baton_) EXCLUDES(mutex_);
+  // -- news.cc: what comes in and goes out
   Status TakeSubmissions() REQUIRES(baton_) EXCLUDES(mutex_);
   Status AnnounceIds() REQUIRES(baton_);
   Status ReadMailboxes() REQUIRES(baton_);
@@ -106,36 +113,44 @@ class Scheduler final : public Engine {
   Status TellMailboxes(const Round& round) REQUIRES(baton_);
   void TellPhase(const PhaseNews& news) REQUIRES(baton_);
   void WakeSleepers() REQUIRES(baton_);
+
+  // -- peers.cc: who is gone, and who is awaited too long
   Status CheckPeers() REQUIRES(baton_) EXCLUDES(mutex_);
   Status CheckStalls() REQUIRES(baton_);
   // Called while the collectives wait for a rank; whoever calls them has the baton.
   Status Tick(int awaited_rank) NO_THREAD_SAFETY_ANALYSIS;
+  std::string PendingName() EXCLUDES(mutex_);
+
+  // -- rounds.cc: a turn, and the rounds in it
+  // Looks at everything once; true if something happened. poll: at the links as well.
+  Result<bool> Turn(bool poll) REQUIRES(baton_) EXCLUDES(mutex_);
   // Finds the submissions of a round's decisions; not ok if the round does not make sense here.
   Status Resolve(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
   Status Execute(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
   void Complete() REQUIRES(baton_) EXCLUDES(mutex_);
   void Forget(Cache<Known>::Entry& entry) NO_THREAD_SAFETY_ANALYSIS;  // with both mutexes
-  Status RunBatch(const std::vector<TensorRef>& batch) REQUIRES(baton_);
-  Status RunAllreduce(const std::vector<TensorRef>& batch) REQUIRES(baton_);
+
+  // -- batches.cc: a fused batch
+  Status RunBatch(std::span<const Tensor> batch) REQUIRES(baton_);
+  Status RunAllreduce(std::span<const Tensor> batch) REQUIRES(baton_);
   Status RunAllgather(const Running& running, uint32_t member) REQUIRES(baton_);
   Status RunPlan(const Running& running, uint32_t member) REQUIRES(baton_);
   Status AwaitSegment(int rank, const Location& place) REQUIRES(baton_);
-  Status Place(const Member& member, const std::vector<Location>& places, ArenaPiece* piece) REQUIRES(baton_);
+  Status Place(const Tensor& tensor, ArenaPiece* piece) REQUIRES(baton_);
 
   // -- round_notes.cc: what the timeline hears; called only while one is written
   struct NotedBatch {
-    std::vector<TensorRef> tensors;
+    std::vector<Tensor> tensors;
     uint64_t number;
     int64_t begin_ns, end_ns;
   };
-  void NoteBatch(Trace& trace, const std::vector<TensorRef>& batch, int64_t begin_ns) REQUIRES(baton_);
+  void NoteBatch(Trace& trace, std::span<const Tensor> batch, int64_t begin_ns) REQUIRES(baton_);
   void NoteRound(Trace& trace, const Round& round) REQUIRES(baton_);
   void NotePending(Trace& trace) REQUIRES(baton_) EXCLUDES(mutex_);
   void PostTrace(int rank, const std::string& payload) NO_THREAD_SAFETY_ANALYSIS;
   void EndTimeline(Clock::duration patience) REQUIRES(baton_);
 
   std::string Doing() const REQUIRES(baton_);
-  std::string PendingName() EXCLUDES(mutex_);
   bool IsCoordinator() const { return options_.rank == 0; }
 
   const SchedulerOptions options_;
@@ -156,7 +171,9 @@ class Scheduler final : public Engine {
   std::deque<Round> rounds_ GUARDED_BY(baton_);              // to be run
   uint64_t fusion_nbytes_ GUARDED_BY(baton_);                // the coordinator's
   std::vector<Running> running_ GUARDED_BY(baton_);
-  std::vector<Agreed> agreed_ GUARDED_BY(baton_);  // of running_
+  std::vector<Tensor> tensors_ GUARDED_BY(baton_);                // of running_
+  std::vector<std::shared_ptr<Handle>> done_ GUARDED_BY(baton_);  // scratch of Complete()
+  std::vector<Piece> pieces_ GUARDED_BY(baton_);                  // scratch of RunAllreduce()
   const Member* doing_ GUARDED_BY(baton_) = nullptr;
   const Request* doing_in_ GUARDED_BY(baton_) = nullptr;
   // Of the batches of the round that is being run, while a timeline is written.

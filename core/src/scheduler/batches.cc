@@ -1,0 +1,146 @@
+// How a fused batch is run.
+#include <algorithm>
+#include <new>
+
+#include "scheduler/scheduler.h"
+
+namespace hvd {
+namespace {
+
+// How often frames are looked at while a segment is on its way.
+constexpr auto kLookEvery = std::chrono::milliseconds(250);
+
+}  // namespace
+
+std::string Scheduler::Doing() const {
+  if (doing_ == nullptr) return "nothing";
+  return std::string(Name(doing_in_->op)) + " '" + doing_->name + "'";
+}
+
+Status Scheduler::RunBatch(std::span<const Tensor> batch) {
+  const Tensor& first = batch.front();
+  const Running& running = running_[first.decision];
+  const Request& request = *running.request;
+  const Member& member = request.members[first.member];
+  doing_ = &member;
+  doing_in_ = &request;
+  for (const Tensor& tensor : batch) counters_.nbytes += tensor.nbytes;
+  switch (request.op) {
+    case Op::kAllreduce:
+      return RunAllreduce(batch);
+    case Op::kAllgather:
+      return RunAllgather(running, first.member);
+    case Op::kBroadcast: {
+      const Buffer& buffer = running.submission->buffer(first.member);
+      return collectives_.Broadcast(request.root, buffer.in, buffer.out, member.nbytes());
+    }
+    case Op::kPlan:
+      return RunPlan(running, first.member);
+    case Op::kBarrier:
+      break;
+  }
+  return Status::Ok();
+}
+
+Status Scheduler::RunAllreduce(std::span<const Tensor> batch) {
+  const FusionKind& kind = batch.front().kind;
+  const Scale scale{kind.prescale, kind.postscale, kind.reduce == ReduceOp::kAverage ? options_.size : 1};
+  if (kind.in_arena) {
+    std::vector<ArenaPiece> placed(batch.size());
+    for (size_t i = 0; i < batch.size(); ++i) HVD_RETURN_IF_ERROR(Place(batch[i], &placed[i]));
+    return collectives_.AllreduceInPlace(placed, kind.dtype, kind.reduce, scale);
+  }
+  pieces_.clear();
+  for (const Tensor& tensor : batch) {
+    const Buffer& buffer = running_[tensor.decision].submission->buffer(tensor.member);
+    pieces_.push_back({buffer.in, buffer.out, tensor.count()});
+  }
+  return collectives_.Allreduce(pieces_, kind.dtype, kind.reduce, scale);
+}
+
+// A peer's segment may still be on its way.
+Status Scheduler::AwaitSegment(int rank, const Location& place) {
+  const int local = topology_.LocalRankOf(rank);
+  const auto give_up = Clock::now() + options_.peer_timeout;
+  while (!arena_->HasSegment(local, place.segment)) {
+    exchange_->Poll(Clock::now() + kLookEvery);
+    HVD_RETURN_IF_ERROR(Tick(rank));
+    if (Clock::now() < give_up || arena_->HasSegment(local, place.segment)) continue;
+    return Status(Code::kPeerLost, "lost rank " + std::to_string(rank) + ": its memory for " + Doing() +
+                                       " did not come for " + WholeSeconds(options_.peer_timeout) +
+                                       " (peer_timeout_s)");
+  }
+  return Status::Ok();
+}
+
+Status Scheduler::RunPlan(const Running& running, uint32_t member) {
+  const auto& places = running.decision->places[member];
+  Meeting meeting;
+  for (int local = 0; local < topology_.local_size() && !places.empty(); ++local) {
+    const int rank = topology_.GlobalRank(local);
+    const Location& place = places[static_cast<size_t>(rank)];
+    HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
+    meeting.segments.push_back(arena_->SegmentOf(local, place.segment));
+    meeting.offsets.push_back(place.offset);
+  }
+  if (const PeerMemory* peers = arena_->peers(); peers != nullptr) {
+    meeting.read = [memory = *peers](int from, std::span<const PeerMemory::Copy> copies) {
+      return memory.Read(from, copies);
+    };
+  }
+  meeting.has_cpu_for_each = arena_->has_cpu_for_each();
+  meeting.stall_warn = options_.stall_warn;
+  meeting.stall_shutdown = options_.stall_shutdown;
+  running.submission->handle->SetMeeting(std::move(meeting));
+  return Status::Ok();
+}
+
+// Where every rank of this host has the tensor.
+Status Scheduler::Place(const Tensor& tensor, ArenaPiece* piece) {
+  const Running& running = running_[tensor.decision];
+  const auto& places = running.decision->places[tensor.member];
+  const auto nowhere = [&] {
+    return Status(Code::kPeerLost, "a rank announced a place outside of its arena for '" +
+                                       running.request->members[tensor.member].name + "'");
+  };
+  if (places.size() != static_cast<size_t>(options_.size)) return nowhere();
+  piece->count = tensor.count();
+  for (int local = 0; local < topology_.local_size(); ++local) {
+    const int rank = topology_.GlobalRank(local);
+    const Location& place = places[static_cast<size_t>(rank)];
+    HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
+    std::byte* at = arena_->At(local, place, tensor.nbytes);
+    if (at == nullptr) return nowhere();
+    piece->at.push_back(at);
+  }
+  return Status::Ok();
+}
+
+Status Scheduler::RunAllgather(const Running& running, uint32_t index) {
+  const Member& member = *doing_;
+  size_t row_nbytes = ItemSize(member.dtype);
+  for (size_t d = 1; d < member.shape.size(); ++d) row_nbytes *= static_cast<size_t>(member.shape[d]);
+  Gathered gathered;
+  gathered.dtype = member.dtype;
+  gathered.shape = member.shape;
+  gathered.shape[0] = 0;
+  std::vector<size_t> nbytes;
+  for (const int64_t n : running.decision->rows[index]) {
+    gathered.shape[0] += n;
+    nbytes.push_back(static_cast<size_t>(n) * row_nbytes);
+  }
+  const size_t total = static_cast<size_t>(gathered.shape[0]) * row_nbytes;
+  gathered.data = std::shared_ptr<std::byte[]>(new (std::nothrow) std::byte[total + 1]);
+  if (gathered.data == nullptr) {
+    return Status(Code::kAborted, "rank " + std::to_string(options_.rank) + " has no memory for the " +
+                                      std::to_string(total) + " bytes of " + Doing());
+  }
+  const Submission& submission = *running.submission;
+  HVD_RETURN_IF_ERROR(collectives_.Gather(submission.buffer(index).in, gathered.data.get(), nbytes));
+  auto& results = submission.handle->results();
+  results.resize(running.request->members.size());
+  results[index] = std::move(gathered);
+  return Status::Ok();
+}
+
+}  // namespace hvd
