@@ -78,6 +78,7 @@ Status Group::Check(const Request& request) const {
 
 Location Group::Locate(const Buffer& buffer, size_t nbytes) {
   if (size_ == 1 || buffer.in != buffer.out || nbytes == 0) return {};
+  if (!has_segments_.load(std::memory_order_acquire)) return {};
   MutexLock lock(mutex_);
   auto after = segments_.upper_bound(buffer.in);
   if (after == segments_.begin()) return {};
@@ -122,6 +123,7 @@ Result<std::shared_ptr<Segment>> Group::Empty(size_t nbytes) {
   MutexLock lock(mutex_);
   std::erase_if(segments_, [](const auto& owned) { return owned.second.segment.expired(); });
   segments_[segment.value()->data()] = {++num_segments_, segment.value()};
+  has_segments_.store(true, std::memory_order_release);
   engine_->AddSegment(num_segments_, segment.value());
   return segment;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <span>
@@ -81,6 +82,7 @@ class Group {
   const int size_;
   const std::unique_ptr<Engine> engine_;
   Mutex mutex_;
+  std::atomic<bool> has_segments_{false};  // some have been made
   uint32_t num_segments_ GUARDED_BY(mutex_) = 0;
   std::map<const std::byte*, Owned> segments_ GUARDED_BY(mutex_);  // by their first byte
   std::vector<std::weak_ptr<Plan>> plans_ GUARDED_BY(mutex_);

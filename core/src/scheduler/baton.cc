@@ -179,7 +179,8 @@ void Scheduler::Ring(const UniqueFd& event) {
 }
 
 void Scheduler::RingBell() {
-  if (asleep_.exchange(false, std::memory_order_seq_cst)) Ring(bell_);
+  if (asleep_.load(std::memory_order_seq_cst) && asleep_.exchange(false, std::memory_order_seq_cst))
+    Ring(bell_);
 }
 
 // -- the thread -------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class Handle {
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Of a done handle.
   const Status& status() const { return status_; }
-  const std::vector<Gathered>& gathered() const { return gathered_; }
-  const Meeting& meeting() const { return meeting_; }
+  const std::vector<Gathered>& gathered() const { return results_ ? results_->gathered : kNothing.gathered; }
+  const Meeting& meeting() const { return results_ ? results_->meeting : kNothing.meeting; }
 
   // Sleeps until the handle is done, the deadline has passed, or Poke() was called after `pokes` was read.
   uint32_t pokes() const { return pokes_.load(std::memory_order_acquire); }
@@ -61,8 +61,8 @@ class Handle {
   }
 
   // The engine's side: results first, then Complete().
-  std::vector<Gathered>& results() { return gathered_; }
-  void SetMeeting(Meeting meeting) { meeting_ = std::move(meeting); }
+  std::vector<Gathered>& results() { return Made().gathered; }
+  void SetMeeting(Meeting meeting) { Made().meeting = std::move(meeting); }
   void Complete(Status status) EXCLUDES(mutex_) {
     if (done()) return;
     status_ = std::move(status);
@@ -73,15 +73,27 @@ class Handle {
   }
 
  private:
+  // What few collectives have: one handle is made for every tensor that is submitted.
+  struct Results {
+    std::vector<Gathered> gathered;
+    Meeting meeting;
+  };
+  static const Results kNothing;
+  Results& Made() {
+    if (results_ == nullptr) results_ = std::make_unique<Results>();
+    return *results_;
+  }
+
   const std::shared_ptr<const Request> request_;
   std::atomic<bool> done_{false};
   std::atomic<uint32_t> waiters_{0};
   std::atomic<uint32_t> pokes_{0};
-  Status status_;                   // written before done_, read after
-  std::vector<Gathered> gathered_;  // as well
-  Meeting meeting_;                 // as well
+  Status status_;                     // written before done_, read after
+  std::unique_ptr<Results> results_;  // as well
   Mutex mutex_;
   CondVar changed_;
 };
+
+inline const Handle::Results Handle::kNothing{};
 
 }  // namespace hvd
