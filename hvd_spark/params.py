@@ -115,7 +115,7 @@ KNOBS: tuple[Knob, ...] = (
     # how
     Knob("seed", "seed of shuffling, split and model_fn; the same for every process", _INT, 0),
     Knob("shuffle", "another order in each epoch", _BOOL, True),
-    Knob("row_order", "'shard' sorts each rank's rows, so that runs repeat; or 'arrival'", _STRING, "shard"),
+    Knob("row_order", "'shard' (sorted by hash), 'global' (also dealt by it) or 'arrival'", _STRING, "shard"),
     Knob("learning_rate", "overrides the optimizer's", _FLOAT),
     Knob("lr_scaling", "multiply the rate by the number of ranks ('linear') or its root ('sqrt')", _STRING),
     Knob("lr_schedule", "function(epoch) -> factor, or hvd_core.train.Scheduler"),

@@ -205,7 +205,6 @@ def test_specs_and_layouts_pickle() -> None:
         ({"precision": "fp8"}, "precision must be one of"),
         ({"lr_scaling": "double"}, "lr_scaling"),
         ({"loss_reduction": "max"}, "loss_reduction"),
-        ({"row_order": "global"}, "row_order='global' is not available yet"),
         ({"resume": True}, "resume needs checkpoint_dir"),
         ({"checkpoint_every": 1}, "checkpoint_every needs checkpoint_dir"),
         ({"lr_schedule": 3}, "lr_schedule"),

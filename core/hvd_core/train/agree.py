@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from .framework import Framework
 from .order import RowSplit, split_rows, validation_counts
 from .ranks import Ranks
 from .result import OutputSpec
-from .shard import Shard
+from .shard import Shard, ShardBlock, describe_blocks
 from .spec import TrainSpec
 
 
@@ -33,7 +33,7 @@ class Rows:
 def agree_on_rows(spec: TrainSpec, shard: Shard, ranks: Ranks, *, fingerprint: bool) -> Rows:
     """Every rank calls it. Raises DataError where there is nothing to train on, or the ranks packed other
     shapes."""
-    rows = _compare_shards(shard, ranks)
+    rows, _ = compare_shards(shard, ranks)
     order = shard.sorted_order() if spec.row_order != "arrival" and shard.rows else None
     marks = shard.of_role("validation")
     if marks:
@@ -55,9 +55,10 @@ def agree_on_rows(spec: TrainSpec, shard: Shard, ranks: Ranks, *, fingerprint: b
     return Rows(tuple(rows), tuple(train), tuple(validation), split, mark)
 
 
-def _compare_shards(shard: Shard, ranks: Ranks) -> list[int]:
-    """Rows of each rank. All ranks must have packed their rows alike."""
-    blocks = [{**asdict(b), "columns": list(b.columns)} for b in shard.blocks] if shard.rows else []
+def compare_shards(shard: Shard, ranks: Ranks) -> tuple[list[int], tuple[ShardBlock, ...]]:
+    """Rows of each rank, and the blocks, also on a rank without rows. All ranks must have packed their rows
+    alike."""
+    blocks = describe_blocks(shard.blocks) if shard.rows else []
     own = json.dumps({"rows": shard.rows, "blocks": blocks}).encode()
     shards = [json.loads(data) for data in ranks.gather(own, "shards")]
     filled = [r for r, s in enumerate(shards) if s["rows"]]
@@ -72,7 +73,8 @@ def _compare_shards(shard: Shard, ranks: Ranks) -> list[int]:
                     f"column {names}: rows of shape {tuple(a['shape'])} ({a['dtype']}) on rank {first} and "
                     f"of {tuple(b['shape'])} ({b['dtype']}) on rank {r}; all rows must have one shape"
                 )
-    return [int(s["rows"]) for s in shards]
+    found = (ShardBlock.from_json(b) for b in shards[first]["blocks"])
+    return [int(s["rows"]) for s in shards], tuple(found)
 
 
 def _check_weights(spec: TrainSpec, shard: Shard, ranks: Ranks) -> None:

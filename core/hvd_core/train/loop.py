@@ -13,6 +13,7 @@ from ..errors import InvalidArgument, RanksDiverged, RowsLost
 from .agree import agree_on_rows, find_outputs
 from .batches import Batches, Request
 from .checkpoint import name_of
+from .exchange import deal_by_hash
 from .framework import Batch, Framework, Totals, framework_for
 from .order import EpochPlan, rows_in_use
 from .progress import Best
@@ -90,6 +91,8 @@ class _Loop:
     def fit(self) -> FitResult:
         spec, framework = self._spec, self._framework
         self._checkpoints.open()
+        if spec.row_order == "global":
+            self._shard = deal_by_hash(spec, self._shard, self._ranks)
         rows = agree_on_rows(spec, self._shard, self._ranks, fingerprint=self._checkpoints.enabled)
         framework.prepare(spec, self._ranks, self._shard)
         outputs = find_outputs(framework, self._shard, self._ranks, rows.rows)

@@ -12,9 +12,10 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +38,11 @@ class ShardBlock:
     columns: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, block: Mapping[str, Any]) -> ShardBlock:
+        dtype, shape = block["dtype"] or "float32", tuple(block["shape"] or ())
+        return cls(block["role"], block["name"], tuple(block["columns"]), dtype, shape)
 
     @property
     def row_nbytes(self) -> int:
@@ -78,74 +84,94 @@ def default_memory_bytes(ranks_on_host: int = 1) -> int:
     return max(0, free) // 2 // max(1, ranks_on_host)
 
 
-class ShardWriter:
-    """Packs record batches of `layout.schema` as they arrive. Not thread-safe.
+class BlockFiles:
+    """Rows that are added block by block: in memory up to `memory_bytes`, above that in unlinked files in
+    `directory` (None: the system's)."""
 
-    Up to `memory_bytes` (None: `default_memory_bytes()`) the blocks stay in memory, above that they move to
-    unlinked files in `directory` (None: the system's). `write` and `finish` raise DataError naming the
-    column; the writer is then to be closed.
-    """
-
-    def __init__(self, layout: Layout, *, memory_bytes: int | None = None, directory: str | None = None):
-        self._packer = Packer(layout)
-        self._memory_bytes = default_memory_bytes() if memory_bytes is None else memory_bytes
+    def __init__(self, roles: Sequence[str], memory_bytes: int, directory: str | None):
+        self._memory_bytes = memory_bytes
         self._directory = directory or tempfile.gettempdir()
-        self._fds = [os.memfd_create(f"hvd-shard-{b.role}") for b in layout.blocks]
-        self._spilled = False
+        self.fds = [os.memfd_create(f"hvd-shard-{role}") for role in roles]
+        self.spilled = False
         self.rows = 0
         self.nbytes = 0
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        if batch.num_rows == 0:
-            return
-        arrays = self._packer.pack(batch)
+    def write(self, arrays: Sequence[np.ndarray]) -> None:
+        """The same number of rows for each block, C-contiguous."""
         self.nbytes += sum(a.nbytes for a in arrays)
-        if self.nbytes > self._memory_bytes and not self._spilled:
+        if self.nbytes > self._memory_bytes and not self.spilled:
             self._spill()
-        for fd, array in zip(self._fds, arrays, strict=True):
+        for fd, array in zip(self.fds, arrays, strict=True):
             _write(fd, array)
-        self.rows += batch.num_rows
-
-    def finish(self) -> PackedShard:
-        """The shard; the writer is used up."""
-        self._packer.check()
-        blocks = []
-        for block, dtype, shape in zip(
-            self._packer.blocks, self._packer.dtypes, self._packer.shapes, strict=True
-        ):
-            blocks.append(
-                {
-                    "role": block.role,
-                    "name": block.name,
-                    "columns": block.columns,
-                    "dtype": dtype,
-                    "shape": shape,
-                }
-            )
-        description = json.dumps({"rows": self.rows, "blocks": blocks}).encode()
-        fds, self._fds = self._fds, []
-        return PackedShard(fds, description, self.rows, self.nbytes, self._spilled)
+        self.rows += len(arrays[0])
 
     def close(self) -> None:
-        """Drops everything written, unless `finish` has handed it on. May be called twice."""
-        while self._fds:
-            os.close(self._fds.pop())
+        while self.fds:
+            os.close(self.fds.pop())
 
     def _spill(self) -> None:
-        for i, memory in enumerate(self._fds):
+        for i, memory in enumerate(self.fds):
             with tempfile.TemporaryFile(dir=self._directory) as file:
                 left, at = os.fstat(memory).st_size, 0
                 while at < left:
                     at += os.sendfile(file.fileno(), memory, at, left - at)
-                self._fds[i] = os.dup(file.fileno())
+                self.fds[i] = os.dup(file.fileno())
             os.close(memory)
-        self._spilled = True
+        self.spilled = True
+
+
+class ShardWriter:
+    """Packs record batches of `layout.schema` as they arrive. Not thread-safe.
+
+    memory_bytes, directory: as in `BlockFiles`; None: `default_memory_bytes()`. `write` and `finish` raise
+    DataError naming the column; the writer is then to be closed.
+    """
+
+    def __init__(self, layout: Layout, *, memory_bytes: int | None = None, directory: str | None = None):
+        self._packer = Packer(layout)
+        limit = default_memory_bytes() if memory_bytes is None else memory_bytes
+        self._files = BlockFiles([b.role for b in layout.blocks], limit, directory)
+
+    @property
+    def rows(self) -> int:
+        return self._files.rows
+
+    @property
+    def nbytes(self) -> int:
+        return self._files.nbytes
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows:
+            self._files.write(self._packer.pack(batch))
+
+    def finish(self) -> PackedShard:
+        """The shard; the writer is used up."""
+        self._packer.check()
+        blocks = [
+            {"role": block.role, "name": block.name, "columns": block.columns, "dtype": dtype, "shape": shape}
+            for block, dtype, shape in zip(
+                self._packer.blocks, self._packer.dtypes, self._packer.shapes, strict=True
+            )
+        ]
+        files = self._files
+        description = json.dumps({"rows": files.rows, "blocks": blocks}).encode()
+        fds, files.fds = files.fds, []
+        return PackedShard(fds, description, files.rows, files.nbytes, files.spilled)
+
+    def close(self) -> None:
+        """Drops everything written, unless `finish` has handed it on. May be called twice."""
+        self._files.close()
 
 
 def _write(fd: int, array: np.ndarray) -> None:
     data = array.reshape(-1).view(np.uint8).data
     while data.nbytes:
         data = data[os.write(fd, data) :]
+
+
+def describe_blocks(blocks: Sequence[ShardBlock]) -> list[dict[str, Any]]:
+    """As JSON has them."""
+    return [{**asdict(b), "columns": list(b.columns), "shape": list(b.shape)} for b in blocks]
 
 
 class Shard:
@@ -157,7 +183,7 @@ class Shard:
     def __init__(self, rows: int, blocks: Sequence[ShardBlock], maps: Sequence[np.ndarray]):
         self.rows = rows
         self.blocks = tuple(blocks)
-        self._maps = tuple(maps)
+        self.maps = tuple(maps)
         self._hashes: np.ndarray | None = None
 
     @classmethod
@@ -165,12 +191,7 @@ class Shard:
         """The descriptors can be closed afterwards."""
         head = json.loads(description)
         rows = int(head["rows"])
-        blocks = [
-            ShardBlock(
-                b["role"], b["name"], tuple(b["columns"]), b["dtype"] or "float32", tuple(b["shape"] or ())
-            )
-            for b in head["blocks"]
-        ]
+        blocks = [ShardBlock.from_json(b) for b in head["blocks"]]
         if not rows:
             return cls(0, blocks, [np.empty(0, np.uint8) for _ in blocks])
         maps = []
@@ -190,16 +211,14 @@ class Shard:
     def block(self, i: int) -> np.ndarray:
         """Block i as a read-only array (rows, *shape) over the mapping."""
         b = self.blocks[i]
-        return self._maps[i].view(b.dtype).reshape(self.rows, *b.shape)
+        return self.maps[i].view(b.dtype).reshape(self.rows, *b.shape)
 
     def gather(self, index: np.ndarray, out: Sequence[np.ndarray], which: Sequence[int]) -> None:
         """Rows `index` (int64) of the blocks `which` into the C-contiguous arrays `out`, of len(index) rows
         each."""
         for i, target in zip(which, out, strict=True):
             if len(index):
-                gather_rows(
-                    self._maps[i], self.blocks[i].row_nbytes, index, target.reshape(-1).view(np.uint8)
-                )
+                gather_rows(self.maps[i], self.blocks[i].row_nbytes, index, target.reshape(-1).view(np.uint8))
 
     def sorted_order(self) -> np.ndarray:
         """Row numbers in the order of a 128-bit hash of each row: the same however the rows arrived.
@@ -216,6 +235,6 @@ class Shard:
         if self._hashes is None:
             if not self.rows:
                 return np.empty((0, 2), np.uint64)
-            blocks = [(m, b.row_nbytes) for m, b in zip(self._maps, self.blocks, strict=True)]
+            blocks = [(m, b.row_nbytes) for m, b in zip(self.maps, self.blocks, strict=True)]
             self._hashes = hash_rows(blocks, self.rows, _HASH_SEED)
         return self._hashes

@@ -121,6 +121,8 @@ class TrainSpec:
     # How.
     seed: int = 0
     shuffle: bool = True
+    #: "shard" sorts each rank's rows by their hash; "global" also deals them to the ranks by it, so that a
+    #: run depends on no partitioning; "arrival" takes them as they come.
     row_order: Literal["shard", "arrival", "global"] = "shard"
     #: Overrides the optimizer's.
     learning_rate: float | None = None
@@ -254,10 +256,6 @@ def _check(spec: TrainSpec) -> None:
         if getattr(spec, name) not in allowed:
             words = ", ".join(repr(a) for a in allowed)
             raise InvalidArgument(f"{name} must be one of {words}, not {getattr(spec, name)!r}")
-    if spec.row_order == "global":
-        raise InvalidArgument(
-            "row_order='global' is not available yet; use 'shard' (the default) or 'arrival'"
-        )
 
 
 def _check_checkpoints(spec: TrainSpec) -> None:

@@ -1,0 +1,117 @@
+"""Rows exchanged between ranks by their hash, so that who trains on what depends on the rows alone: on no
+engine, partitioning or host.
+
+In the order of their hashes rank r gets the r-th of `size` equal parts.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from .agree import compare_shards
+from .ranks import Ranks
+from .shard import BlockFiles, Shard, ShardBlock, default_memory_bytes, describe_blocks
+from .spec import TrainSpec
+
+#: Rows are counted by the first bits of their hash; only those near a boundary are looked at one by one.
+_BITS = 16
+#: What a rank sends in one round.
+_ROUND_BYTES = 4 << 20
+
+
+def deal_by_hash(spec: TrainSpec, shard: Shard, ranks: Ranks) -> Shard:
+    """This rank's part of all rows; every rank calls it. Until it returns both shards are kept."""
+    if ranks.size == 1:
+        return shard
+    _, blocks = compare_shards(shard, ranks)
+    shard = Shard(shard.rows, blocks, shard.maps)
+    on_host = 1 if ranks.group is None else ranks.group.local_size
+    memory_bytes = spec.shard_memory_bytes or default_memory_bytes(on_host)
+    files = BlockFiles([b.role for b in blocks], memory_bytes, spec.shard_dir)
+    try:
+        exchange_rows(shard, destinations(shard, ranks), ranks, files)
+        description = json.dumps({"rows": files.rows, "blocks": describe_blocks(blocks)}).encode()
+        return Shard.attach(files.fds, description)
+    finally:
+        files.close()
+
+
+def destinations(shard: Shard, ranks: Ranks) -> np.ndarray:
+    """For each row of this rank the rank it belongs to, int64. Of equal rows any may go anywhere."""
+    hashes = shard.row_hashes()
+    bins = (hashes[:, 0] >> np.uint64(64 - _BITS)).astype(np.int64)
+    counts = ranks.sum(np.bincount(bins, minlength=1 << _BITS).astype(np.int64), "hash_bins")
+    before = np.concatenate([[0], np.cumsum(counts)])
+    total = int(before[-1])
+    bounds = np.array([-(-r * total // ranks.size) for r in range(1, ranks.size)], np.int64)
+    targets = np.searchsorted(bounds, before[bins], side="right")
+    is_split = np.zeros(1 << _BITS, bool)
+    is_split[np.searchsorted(before, bounds, side="right") - 1 if total else []] = True
+    near = np.flatnonzero(is_split[bins])
+    near = near[np.lexsort((hashes[near, 1], hashes[near, 0]))]
+    own, first, repeats = _runs(hashes[near])
+    starts = _starts(own, repeats, before, ranks)
+    occurrence = np.arange(len(near)) - np.repeat(first, repeats)
+    targets[near] = np.searchsorted(bounds, np.repeat(starts, repeats) + occurrence, side="right")
+    return np.asarray(targets, np.int64)
+
+
+def _runs(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of sorted hashes: the distinct ones, where each begins, how often it comes."""
+    is_first = np.ones(len(hashes), bool)
+    is_first[1:] = (hashes[1:] != hashes[:-1]).any(axis=1)
+    first = np.flatnonzero(is_first)
+    return hashes[first], first, np.diff(np.append(first, len(hashes)))
+
+
+def _starts(own: np.ndarray, repeats: np.ndarray, before: np.ndarray, ranks: Ranks) -> np.ndarray:
+    """Where in the order of all ranks' rows this rank's copies of each of its distinct hashes begin."""
+    data = np.concatenate([own, repeats.astype(np.uint64)[:, None]], axis=1)
+    parts = [np.frombuffer(d, np.uint64).reshape(-1, 3) for d in ranks.gather(data.tobytes(), "near_bounds")]
+    rank = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+    every = np.concatenate(parts)
+    order = np.lexsort((rank, every[:, 1], every[:, 0]))
+    every, rank = every[order], rank[order]
+    bins = (every[:, 0] >> np.uint64(64 - _BITS)).astype(np.int64)
+    count = every[:, 2].astype(np.int64)
+    running = np.cumsum(count) - count
+    first_of_bin = running[np.searchsorted(bins, bins)] if len(bins) else running
+    starts: np.ndarray = (before[bins] + running - first_of_bin)[rank == ranks.rank]
+    return starts
+
+
+def exchange_rows(shard: Shard, targets: np.ndarray, ranks: Ranks, files: BlockFiles) -> None:
+    """Adds to `files` the rows of all ranks whose target is this one, in rounds.
+
+    Cost: without an alltoall each round is an allgather, so a rank receives every row once (`size` times
+    what it keeps) and holds `size` * 4 MiB at a time.
+    """
+    blocks, which = shard.blocks, list(range(len(shard.blocks)))
+    row_nbytes = sum(b.row_nbytes for b in blocks)
+    step = max(1, _ROUND_BYTES // row_nbytes)
+    own_rounds = np.zeros(ranks.size, np.int64)
+    own_rounds[ranks.rank] = -(-shard.rows // step)
+    for i in range(int(ranks.sum(own_rounds, "exchange_rounds").max())):
+        here = np.arange(i * step, min((i + 1) * step, shard.rows))
+        index = here[np.argsort(targets[here], kind="stable")]
+        counts = np.bincount(targets[index], minlength=ranks.size).astype(np.int64)
+        out = [np.empty((len(index), *b.shape), b.dtype) for b in blocks]
+        shard.gather(index, out, which)
+        message = b"".join([counts.tobytes(), *(array.tobytes() for array in out)])
+        for received in ranks.gather(message, "exchange"):
+            rows = _rows_for(ranks.rank, received, blocks, ranks.size)
+            if len(rows[0]):
+                files.write(rows)
+
+
+def _rows_for(rank: int, message: bytes, blocks: tuple[ShardBlock, ...], size: int) -> list[np.ndarray]:
+    counts = np.frombuffer(message, np.int64, size)
+    begin, total, n = int(counts[:rank].sum()), int(counts.sum()), int(counts[rank])
+    at, rows = counts.nbytes, []
+    for block in blocks:
+        data = np.frombuffer(message, np.uint8, n * block.row_nbytes, at + begin * block.row_nbytes)
+        rows.append(data.reshape(n, block.row_nbytes))
+        at += total * block.row_nbytes
+    return rows
