@@ -20,6 +20,7 @@ from hvd_core.errors import (
 
 if TYPE_CHECKING:
     from .estimator import HorovodEstimator
+    from .horovod_runner import HorovodRunner
     from .model import HorovodModel
     from .runner import run
 
@@ -28,6 +29,7 @@ __all__ = [
     "DataError",
     "HorovodEstimator",
     "HorovodModel",
+    "HorovodRunner",
     "HvdError",
     "InvalidArgument",
     "LossError",
@@ -41,7 +43,12 @@ __all__ = [
 ]
 
 # Workers and ranks import this package too, and need neither pyspark.ml nor the driver's modules.
-_LATE = {"HorovodEstimator": "estimator", "HorovodModel": "model", "run": "runner"}
+_LATE = {
+    "HorovodEstimator": "estimator",
+    "HorovodModel": "model",
+    "HorovodRunner": "horovod_runner",
+    "run": "runner",
+}
 
 
 def __getattr__(name: str) -> object:

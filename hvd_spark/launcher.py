@@ -24,6 +24,7 @@ from hvd_core.errors import (
     first_cause,
 )
 from hvd_core.train import Layout
+from hvd_core.train.trackers import tracking_env
 
 from . import rows, session
 from .feed import FeedServer
@@ -54,6 +55,7 @@ class JobSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     config: Config = field(default_factory=Config.from_env)
     verbose: int = 1
+    printed: bool = True  # show what ranks print
 
 
 def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
@@ -70,7 +72,7 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         counted = Observation()
         frame = frame.observe(counted, F.count(F.lit(1)).alias("rows")).repartition(spec.size)
     feed = _open_feed(spark, token)
-    progress = Progress(verbose=spec.verbose)
+    progress = Progress(verbose=spec.verbose, printed=spec.printed)
     failures: list[rows.Failure] = []
 
     def take(record: Mapping[str, Any]) -> None:
@@ -86,7 +88,7 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         layout=spec.layout,
         preload=spec.preload,
         sys_path=session.import_path(spark),
-        env={**spec.config.to_env(), **spec.env},
+        env={**tracking_env(), **spec.config.to_env(), **spec.env},
         config=spec.config,
         feed=None if feed is None else feed.address,
         beat_s=idle_s / 3 if idle_s > 0 else None,

@@ -12,21 +12,30 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Takes the feed's records: `{"kind": "output", "rank", "line"}` and `{"kind": "progress", "rank", ...}`.
+    """Takes the feed's records: `{"kind": "output" or "log", "rank", "line"}` and `{"kind": "progress",
+    "rank", ...}`.
 
     Lines of the ranks go to standard output with their rank, progress (of rank 0) to standard error.
-    verbose: 0 shows the ranks' lines only.
+    verbose: 0 shows the ranks' lines only. printed: False leaves out what ranks print; "log" is always shown.
     """
 
-    def __init__(self, *, verbose: int = 1, out: TextIO | None = None, err: TextIO | None = None):
+    def __init__(
+        self,
+        *,
+        verbose: int = 1,
+        printed: bool = True,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ):
         self._out = out or sys.stdout
         self._err = err or sys.stderr
         self._verbose = verbose
+        self._lines = {"output", "log"} if printed else {"log"}
         self._bar: Any = None
         self._shown_at = 0.0
 
     def take(self, record: Mapping[str, Any]) -> None:
-        if record.get("kind") == "output":
+        if record.get("kind") in self._lines:
             self._line(f"[{record.get('rank')}] {record.get('line', '')}")
         elif record.get("kind") == "progress" and record.get("rank") == 0 and self._verbose:
             self._progress(record)

@@ -25,11 +25,13 @@ def run(
     num_proc: int | None = None,
     env: Mapping[str, str] | None = None,
     verbose: int = 1,
+    printed: bool = True,
 ) -> list[Any]:
     """Calls `fn(*args, **kwargs)` on `num_proc` ranks at the same time; returns their results by rank.
 
     Inside `fn`, `hvd_core.torch.init()` connects the ranks. num_proc: default is all slots of the cluster.
-    env: names and strings set for each rank. Lines that ranks print appear here as "[rank] line". Raises
+    env: names and strings set for each rank. Lines that ranks print appear here as "[rank] line";
+    with printed=False only those of `hvd_core.log_to_driver`. Raises
     NotEnoughSlots, NotPicklable and InvalidArgument before anything is launched, RankFailed with the first
     cause. A KeyboardInterrupt ends the ranks.
     """
@@ -46,6 +48,7 @@ def run(
         preload=(*_PRELOAD, *(adapter for name, adapter in _FRAMEWORKS.items() if name in sys.modules)),
         env=dict(env or {}),
         verbose=verbose,
+        printed=printed,
     )
     outcome = launch(spark.range(0, size, 1, size), spec)
     return [pickle.loads(value) for value in outcome.results]

@@ -251,7 +251,7 @@ class _Task:
             self.feed.send([{**record, "rank": self.rank} for record in records])
             return
         for record in records:
-            if record["kind"] == "output":
+            if record["kind"] in ("output", "log"):
                 print(f"[{self.rank}] {record['line']}", file=sys.stderr, flush=True)
 
     def _failed(self, end: Failed) -> pa.RecordBatch:

@@ -12,7 +12,7 @@ from .group import Adasum, Average, Group, Handle, Listener, Max, Min, Product, 
 from .world import World
 
 if TYPE_CHECKING:
-    from .launch import run
+    from .launch import log_to_driver, run
 
 __version__ = "0.1.0"
 
@@ -29,14 +29,15 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "World",
+    "log_to_driver",
     "run",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # The launcher needs cloudpickle; who only computes does not.
-    if name == "run":
-        from .launch import run
+    if name in ("run", "log_to_driver"):
+        from . import launch
 
-        return run
+        return getattr(launch, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ a rank does).
 from __future__ import annotations
 
 from . import events
-from .child import report
+from .child import log_to_driver, report
 from .cpus import thread_env, usable_cpus
 from .events import Assignment
 from .local import run
@@ -23,6 +23,7 @@ __all__ = [
     "dumps",
     "end_ranks",
     "events",
+    "log_to_driver",
     "report",
     "run",
     "thread_env",

@@ -68,6 +68,16 @@ def report(kind: str, data: dict[str, Any]) -> None:
     _supervisor.say(wire.REPORT, text.encode())
 
 
+def log_to_driver(message: str) -> None:
+    """Inside a rank: shows `message` where `run` was called, as "[rank] message", also where what ranks print
+    is not shown. Elsewhere: prints it."""
+    if _supervisor.pid != os.getpid():
+        print(message, flush=True)
+        return
+    for line in str(message).splitlines() or [""]:
+        report("log", {"line": line})
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()

@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 
 from ..errors import InvalidArgument, LaunchFailed, LaunchTimeout, RankFailed, RankFailure, first_cause
 from .cpus import thread_env, threads_per_rank, usable_cpus
-from .events import Assignment, Event, Failed, Output, Result
+from .events import Assignment, Event, Failed, Output, Report, Result
 from .pickling import dumps
 from .rank_process import RankProcess, end_ranks
 from .template_process import Template
@@ -36,6 +36,7 @@ def run(
     env: Env = None,
     cpus_per_rank: int | None = None,
     output: TextIO | None = None,
+    printed: bool = True,
     timeout_s: float | None = None,
 ) -> list[T]:
     """Runs `fn(*args, **kwargs)` on `num_proc` ranks of this machine; returns their results by rank.
@@ -47,8 +48,9 @@ def run(
     env: changes to this process's environment, the same for all ranks or `env(rank)`; visible before anything
     of the user is imported. cpus_per_rank: compute threads of one rank; by default `OMP_NUM_THREADS`, else an
     equal share of the CPUs this process may use (affinity mask, cgroup quota). output: text file for the
-    lines the ranks print, each with the prefix "[rank] "; None: this process's stdout and stderr. timeout_s:
-    all ranks must be done after this long.
+    lines the ranks print, each with the prefix "[rank] "; None: this process's stdout and stderr. printed:
+    False leaves out what ranks print and shows only what they say with `log_to_driver`. timeout_s: all ranks
+    must be done after this long.
 
     When a rank fails, the others are ended and `RankFailed` is raised with the first cause, from the rank's
     own exception when it can be unpickled here. Also raised: NotPicklable (names the variable) and
@@ -65,7 +67,15 @@ def run(
         return [fn(*args, **(kwargs or {}))]
     threads = threads_per_rank(cpus_per_rank, num_proc, os.environ, usable_cpus())
     preload = [name for name in PRELOAD if name in sys.modules]
-    return run_payload(payload, envs, threads=threads, preload=preload, output=output, timeout_s=timeout_s)
+    return run_payload(
+        payload,
+        envs,
+        threads=threads,
+        preload=preload,
+        output=output,
+        timeout_s=timeout_s,
+        printed=printed,
+    )
 
 
 def run_payload(
@@ -76,15 +86,17 @@ def run_payload(
     preload: Sequence[str],
     output: TextIO | None = None,
     timeout_s: float | None = None,
+    printed: bool = True,
 ) -> list[Any]:
     """`run` of what `dumps` made, with one rank for each of `envs`. preload: modules that the template
-    imports once for all ranks; those that cannot be imported are left to the ranks."""
+    imports once for all ranks; those that cannot be imported are left to the ranks. printed: show what ranks
+    print, and not only what they say with `log_to_driver`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     ranks: list[RankProcess] = []
     with Template.start(preload, thread_env(threads)) as template:
         try:
             ranks.extend(template.fork(payload, env=dict(extra), threads=threads) for extra in envs)
-            return _Job(ranks, _Printer(output), timeout_s, deadline).results()
+            return _Job(ranks, _Printer(output, printed), timeout_s, deadline).results()
         finally:
             end_ranks(ranks)
             for rank in ranks:
@@ -113,17 +125,25 @@ def _checked_envs(num_proc: int, env: Env, cpus_per_rank: int | None) -> list[di
 class _Printer:
     """Lines of the ranks to text files, a whole line in one write."""
 
-    def __init__(self, output: TextIO | None):
+    def __init__(self, output: TextIO | None, printed: bool):
+        self._printed = printed
         self._files = {
             "stdout": sys.stdout if output is None else output,
             "stderr": sys.stderr if output is None else output,
         }
 
-    def show(self, rank: int, output: Output) -> None:
-        file = self._files[output.stream]
+    def take(self, rank: int, event: Output | Report) -> None:
+        if isinstance(event, Report):
+            if event.kind == "log":
+                self._show(rank, "stdout", str(event.data.get("line", "")))
+        elif self._printed:
+            self._show(rank, event.stream, event.line)
+
+    def _show(self, rank: int, stream: str, line: str) -> None:
+        file = self._files[stream]
         if file is None:  # pythonw, some embedders
             return
-        text = f"[{rank}] {output.line}\n"
+        text = f"[{rank}] {line}\n"
         try:
             file.write(text)
         except UnicodeEncodeError:
@@ -172,8 +192,8 @@ class _Job:
                 self._take(number, event)
 
     def _take(self, number: int, event: Event) -> None:
-        if isinstance(event, Output):
-            self._printer.show(number, event)
+        if isinstance(event, (Output, Report)):
+            self._printer.take(number, event)
         elif isinstance(event, Result):
             self._results[number] = event.value
         elif isinstance(event, Failed):

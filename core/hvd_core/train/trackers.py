@@ -8,6 +8,7 @@ warning.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -134,6 +135,16 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def tracking_env() -> dict[str, str]:
+    """Settings with which ranks that use MLflow log to the active run of this process, and not each to one
+    of its own; {} when there is none."""
+    mlflow = sys.modules.get("mlflow")
+    active = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
+    if mlflow is None or active is None:
+        return {}
+    return {"MLFLOW_RUN_ID": active.info.run_id, "MLFLOW_TRACKING_URI": _absolute(mlflow.get_tracking_uri())}
 
 
 def _imported(module: str, package: str) -> Any:

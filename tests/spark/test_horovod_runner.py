@@ -1,0 +1,99 @@
+"""`HorovodRunner` and what ranks log: the calls that notebooks know."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvd_core
+from hvd_spark import HorovodRunner, InvalidArgument, RankFailed
+
+
+def speak(lr: float) -> tuple[int, float]:
+    """What both ways of speaking say; returns something that only rank 0 can have returned."""
+    import hvd_core
+    import hvd_core.torch as hvd
+
+    hvd.init()
+    print(f"printed by {hvd.rank()}", flush=True)
+    hvd_core.log_to_driver(f"logged by {hvd.rank()}\nlr {lr}")
+    return 10 * hvd.rank() + hvd.size(), lr
+
+
+LOGGED = {f"[{rank}] {line}" for rank in (0, 1) for line in (f"logged by {rank}", "lr 0.5")}
+PRINTED = {"[0] printed by 0", "[1] printed by 1"}
+
+
+@pytest.mark.parametrize("np", [2, 0, -2])
+def test_main_gets_its_arguments_and_rank_0s_result_comes_back(spark: Any, capfd: Any, np: int) -> None:
+    assert HorovodRunner(np=np).run(speak, lr=0.5) == (2, 0.5)
+    assert set(capfd.readouterr().out.splitlines()) == LOGGED | PRINTED
+
+
+@pytest.mark.parametrize("np", [2, -2])
+def test_log_callback_only_shows_nothing_else(spark: Any, capfd: Any, np: int) -> None:
+    runner = HorovodRunner(np=np, driver_log_verbosity="log_callback_only")
+    assert runner.run(speak, lr=0.5) == (2, 0.5)
+    assert set(capfd.readouterr().out.splitlines()) == LOGGED
+
+
+def test_outside_a_rank_a_log_is_printed(capsys: Any) -> None:
+    hvd_core.log_to_driver("alone")
+    assert capsys.readouterr().out == "alone\n"
+
+
+def fail() -> None:
+    raise ValueError("token-runner")
+
+
+@pytest.mark.parametrize("np", [2, -2])
+def test_the_first_cause_comes_back(spark: Any, np: int) -> None:
+    with pytest.raises(RankFailed, match="ValueError: token-runner"):
+        HorovodRunner(np=np).run(fail)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(InvalidArgument, match="np must be a whole number, not '2'"):
+        HorovodRunner(np="2")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="'all' or 'log_callback_only', not 'quiet'"):
+        HorovodRunner(np=2, driver_log_verbosity="quiet")  # type: ignore[arg-type]
+
+
+def log_metrics() -> str:
+    import mlflow
+
+    import hvd_core.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 0:
+        for epoch in range(3):
+            mlflow.log_metric("loss", 1.0 / (1 + epoch), step=epoch)
+    hvd.barrier()
+    return str(mlflow.active_run().info.run_id) if hvd.rank() == 0 else ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_s6_ranks_log_to_the_active_run_of_the_driver(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mlflow
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    try:
+        with mlflow.start_run() as run:
+            assert HorovodRunner(np=2).run(log_metrics) == run.info.run_id
+            assert mlflow.active_run().info.run_id == run.info.run_id
+        client = mlflow.MlflowClient()
+        assert [r.info.run_id for r in client.search_runs(["0"])] == [run.info.run_id], (
+            "no run of a rank's own"
+        )
+        logged = [m.value for m in client.get_metric_history(run.info.run_id, "loss")]
+        assert logged == [1.0, 0.5, 1 / 3]
+    finally:
+        mlflow.set_tracking_uri(before)
