@@ -26,13 +26,14 @@ def deal_by_hash(spec: TrainSpec, shard: Shard, ranks: Ranks) -> Shard:
     if ranks.size == 1:
         return shard
     _, blocks = compare_shards(shard, ranks)
-    shard = Shard(shard.rows, blocks, shard.maps)
+    shard = Shard(shard.rows, blocks, shard.maps, shard.nulls)
     on_host = 1 if ranks.group is None else ranks.group.local_size
     memory_bytes = spec.shard_memory_bytes or default_memory_bytes(on_host)
     files = BlockFiles([b.role for b in blocks], memory_bytes, spec.shard_dir)
     try:
         exchange_rows(shard, destinations(shard, ranks), ranks, files)
-        description = json.dumps({"rows": files.rows, "blocks": describe_blocks(blocks)}).encode()
+        head = {"rows": files.rows, "blocks": describe_blocks(blocks), "nulls": shard.nulls}
+        description = json.dumps(head).encode()
         return Shard.attach(files.fds, description)
     finally:
         files.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InvalidArgument, RanksDiverged, RowsLost
+from ..errors import InvalidArgument, LossError, RanksDiverged, RowsLost
 from .agree import agree_on_rows, find_outputs
 from .batches import Batches, Request
 from .checkpoint import name_of
@@ -17,6 +17,7 @@ from .exchange import deal_by_hash
 from .framework import Batch, Framework, Totals, framework_for
 from .order import EpochPlan, rows_in_use
 from .progress import Best
+from .quality import examine_shard, troubles
 from .ranks import Ranks
 from .result import FitResult, OutputSpec
 from .resume import Checkpoints, EpochSums
@@ -94,6 +95,7 @@ class _Loop:
         if spec.row_order == "global":
             self._shard = deal_by_hash(spec, self._shard, self._ranks)
         rows = agree_on_rows(spec, self._shard, self._ranks, fingerprint=self._checkpoints.enabled)
+        self._data = examine_shard(self._shard, self._ranks)
         framework.prepare(spec, self._ranks, self._shard)
         outputs = find_outputs(framework, self._shard, self._ranks, rows.rows)
         framework.bind_outputs(len(outputs))
@@ -172,7 +174,10 @@ class _Loop:
         ) as batches:
             waited_s = sums.data_s
             watched = self._watched(batches, stop_at, start, waited_s)
-            framework.train_epoch(watched, progress.epoch, plan.steps, sums.totals)
+            try:
+                framework.train_epoch(watched, progress.epoch, plan.steps, sums.totals)
+            except LossError as error:
+                raise LossError("\n".join([str(error), *troubles(self._data)[:20]])) from error.__cause__
             data_s = waited_s + batches.wait_s
         self._check_parameters()
         trained_s = time.perf_counter() - start
@@ -338,6 +343,7 @@ class _Loop:
             f"learning rate {history[0]['lr']:g}"
             + (f" ({spec.lr_scaling} scaling with the number of ranks)" if spec.lr_scaling else ""),
             f"{len(history)} epochs, {', '.join(f'{k} {v:.2f} s' for k, v in progress.seconds.items())}",
+            *troubles(self._data)[:20],
             *self._checkpoints.notes,
         ]
         return FitResult(
@@ -353,4 +359,5 @@ class _Loop:
             output_spec=outputs,
             stopped_early=progress.ended == "early",
             size=ranks.size,
+            data=[asdict(report) for report in self._data],
         )

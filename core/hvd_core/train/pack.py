@@ -31,6 +31,8 @@ class Packer:
         self.shapes: list[tuple[int, ...] | None] = [b.shape for b in self.blocks]
         self._nulls: dict[str, int] = {}
         self._rows = 0
+        #: By column, replaced ones among them, since the beginning.
+        self.nulls: dict[str, int] = {}
 
     def pack(self, batch: pa.RecordBatch) -> list[np.ndarray]:
         """Raises DataError for ragged or changing shapes and for values that do not fit."""
@@ -45,11 +47,9 @@ class Packer:
         """Raises DataError if the rows since the last check had a null that nothing replaces."""
         nulls, rows = self._nulls, self._rows
         self._nulls, self._rows = {}, 0
-        for name, count in nulls.items():
-            raise DataError(
-                f"column {name!r} has {count} null{'s' * (count != 1)} in {rows} rows; drop or fill them, "
-                "or set null_value"
-            )
+        if nulls:
+            each = [f"column {name!r} has {n} null{'s' * (n != 1)}" for name, n in nulls.items()]
+            raise DataError(f"{', '.join(each)} in {rows} rows; drop or fill them, or set null_value")
 
     def _array(self, column: Column, values: pa.Array) -> np.ndarray:
         if column.kind in ("binary", "unsupported"):
@@ -65,6 +65,8 @@ class Packer:
         except (pa.ArrowInvalid, OverflowError) as error:
             with_fill = "" if fill is None else f" with null_value {fill!r}"
             raise DataError(f"column {column.name!r}{with_fill}: {error}") from error
+        if nulls:
+            self.nulls[column.name] = self.nulls.get(column.name, 0) + nulls
         if nulls and fill is None:
             self._nulls[column.name] = self._nulls.get(column.name, 0) + nulls
         return rows

@@ -26,7 +26,8 @@ class FitResult:
     epoch: epoch, loss, metrics, val_*, rows, steps, lr, seconds, and the split data / compute /
     communication in seconds (mean over ranks). best_epoch: 0-based; by the early-stopping metric, else
     val_loss, else loss. rows_seen: rows used in each epoch, training and validation together, over all
-    ranks; rows_sent: rows in the shards. They are equal unless max_steps cut an epoch short.
+    ranks; rows_sent: rows in the shards. They are equal unless max_steps cut an epoch short. data: for each
+    column and rank rows, nulls, nans, infinities, low, high, as in `quality.ColumnReport`.
     """
 
     weights: bytes
@@ -41,6 +42,7 @@ class FitResult:
     output_spec: tuple[OutputSpec, ...] = field(default_factory=tuple)
     stopped_early: bool = False
     size: int = 1
+    data: list[dict[str, Any]] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """The length-prefixed `to_json()` followed by the weights: nothing in it runs code."""

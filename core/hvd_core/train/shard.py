@@ -154,7 +154,8 @@ class ShardWriter:
             )
         ]
         files = self._files
-        description = json.dumps({"rows": files.rows, "blocks": blocks}).encode()
+        head = {"rows": files.rows, "blocks": blocks, "nulls": self._packer.nulls}
+        description = json.dumps(head).encode()
         fds, files.fds = files.fds, []
         return PackedShard(fds, description, files.rows, files.nbytes, files.spilled)
 
@@ -180,8 +181,16 @@ class Shard:
     blocks: inputs, labels, weight, validation, as in the layout. An empty shard has blocks without shapes.
     """
 
-    def __init__(self, rows: int, blocks: Sequence[ShardBlock], maps: Sequence[np.ndarray]):
+    def __init__(
+        self,
+        rows: int,
+        blocks: Sequence[ShardBlock],
+        maps: Sequence[np.ndarray],
+        nulls: Mapping[str, int] | None = None,
+    ):
         self.rows = rows
+        #: By column, those that null_value has replaced.
+        self.nulls = dict(nulls or {})
         self.blocks = tuple(blocks)
         self.maps = tuple(maps)
         self._hashes: np.ndarray | None = None
@@ -202,7 +211,7 @@ class Shard:
                     f"shard block {block.name!r} has {os.fstat(fd).st_size} bytes instead of {nbytes}"
                 )
             maps.append(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8))
-        return cls(rows, blocks, maps)
+        return cls(rows, blocks, maps, head.get("nulls"))
 
     def of_role(self, role: str) -> list[int]:
         """Indices of the blocks with this role."""
