@@ -3,6 +3,7 @@ stacked inputs."""
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -219,8 +220,9 @@ def test_handles() -> None:
         hvd.barrier()  # completes although x is pending
         if rank == 1:
             handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum)
-        hvd.barrier()
-        assert hvd.poll(handle)
+        hvd.barrier()  # x may end after it
+        while not hvd.poll(handle):
+            os.sched_yield()
         assert hvd.synchronize(handle).tolist() == [2.0, 2.0]
         for use in (hvd.poll, hvd.synchronize):
             for bad in (handle, -1, "x"):
