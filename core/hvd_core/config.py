@@ -17,8 +17,9 @@ class Config:
     All ranks of a job must agree on the values; the launcher passes its own environment on.
     """
 
-    #: Fused batches hold at most this many bytes; 0 turns fusion off.
-    fusion_bytes: int = 8 << 20
+    #: Fused batches hold at most this many bytes; 0 turns fusion off. What is ready at one moment completes
+    #: together, so larger batches cost no latency; every batch costs waits for the slowest rank.
+    fusion_bytes: int = 32 << 20
     #: Tensors outside the arena pass through it in chunks of this many bytes (two are in flight).
     chunk_bytes: int = field(default=256 << 10, metadata={"least": 64})
     #: 1: ranks of a host read each other's tensors where the kernel permits it; 0: always through the arena.

@@ -25,7 +25,7 @@ namespace hvd {
 struct SchedulerOptions {
   int rank = 0;
   int size = 1;
-  size_t fusion_nbytes = 8 << 20;
+  size_t fusion_nbytes = 32 << 20;
   Clock::duration stall_warn{};
   Clock::duration stall_shutdown{};  // zero: never
   Clock::duration peer_timeout = Seconds(30);
