@@ -14,6 +14,7 @@ from hvd_core.config import Config
 from hvd_core.errors import RowsLost
 from hvd_core.launch import dumps
 from hvd_core.train import FitResult, TrainSpec
+from hvd_core.train.checkpoint import check_checkpoint_dir
 from hvd_core.train.torch_model import load_weights
 
 from . import preflight, rank
@@ -52,6 +53,8 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs, Stored):
         spec = self._spec()
         preflight.check_frame(dataset)
         preflight.check_finite(dataset)
+        if spec.checkpoint_dir is not None:
+            check_checkpoint_dir(spec.checkpoint_dir)
         size = preflight.check_cluster(dataset.sparkSession, self.getNumProc())  # type: ignore[attr-defined]
         layout = preflight.check_columns(dataset, spec)
         payload = dumps(rank.train, (spec,), names=["HorovodEstimator"])

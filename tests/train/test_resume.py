@@ -299,3 +299,13 @@ def test_a_spec_that_makes_no_sense_is_refused() -> None:
     for field, value in (("checkpoint_every", 0), ("checkpoint_every", "step"), ("keep_checkpoints", 0)):
         with pytest.raises(errors.InvalidArgument, match=field):
             spec_of(checkpoint_dir="x", **{field: value})
+
+
+def test_rows_seen_are_those_of_this_run(tmp_path: Path) -> None:
+    """More rows before the interruption than after it."""
+    spec = spec_of(checkpoint_dir=str(tmp_path), epochs=1)
+    fit_local(spec, table(80))
+    with pytest.warns(CheckpointWarning, match="the rows of rank 0 are others"):
+        result = fit_local(with_(spec, resume=True, epochs=2), table(50))
+    assert [e["rows"] for e in result.history] == [80, 50]
+    assert (result.rows_seen, result.rows_sent, result.timeline_path) == (50, 50, None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..config import Config
 from ..errors import InvalidArgument, LossError, RanksDiverged, RowsLost
 from .agree import agree_on_rows, find_outputs
 from .batches import Batches, Request
@@ -86,6 +87,8 @@ class _Loop:
         self._checkpoints = Checkpoints(spec, ranks, framework)
         self._best_weights: bytes | None = None
         self._due = False
+        #: Epochs of the history that an earlier process trained, perhaps on other rows.
+        self._earlier = 0
         self._last_progress = 0.0
         self._start = time.perf_counter()
 
@@ -120,6 +123,7 @@ class _Loop:
         self._run = Run(self._spec, framework.model, framework.optimizer, ranks.rank, ranks.size)
         self._run.history, self._run.step = progress.history, progress.step
         progress.ended = None
+        self._earlier = len(progress.history)
         self._call("on_train_begin")
         while self._stop_at() > progress.position:
             self._run.epoch = progress.epoch
@@ -350,7 +354,7 @@ class _Loop:
             weights=weights,
             history=history,
             best_epoch=progress.best.epoch if progress.best is not None else len(history) - 1,
-            rows_seen=max(int(e["rows"]) for e in history) + self._validation_rows,
+            rows_seen=max(int(e["rows"]) for e in history[self._earlier :]) + self._validation_rows,
             rows_sent=rows_sent,
             train_rows=plan.total,
             validation_rows=self._validation_rows,
@@ -359,5 +363,12 @@ class _Loop:
             output_spec=outputs,
             stopped_early=progress.ended == "early",
             size=ranks.size,
+            timeline_path=None if ranks.group is None else _timeline_path(),
             data=[asdict(report) for report in self._data],
         )
+
+
+def _timeline_path() -> str | None:
+    """Of the file that rank 0 writes from beginning to end, if any."""
+    path = Config.from_env().timeline
+    return None if path in ("", "DYNAMIC") else path

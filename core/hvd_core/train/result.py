@@ -26,8 +26,9 @@ class FitResult:
     epoch: epoch, loss, metrics, val_*, rows, steps, lr, seconds, and the split data / compute /
     communication in seconds (mean over ranks). best_epoch: 0-based; by the early-stopping metric, else
     val_loss, else loss. rows_seen: rows used in each epoch, training and validation together, over all
-    ranks; rows_sent: rows in the shards. They are equal unless max_steps cut an epoch short. data: for each
-    column and rank rows, nulls, nans, infinities, low, high, as in `quality.ColumnReport`.
+    ranks; rows_sent: rows in the shards. They are equal unless max_steps cut an epoch short. timeline_path:
+    of HVD_TIMELINE, on rank 0's host. data: for each column and rank rows, nulls, nans, infinities, low,
+    high, as in `quality.ColumnReport`.
     """
 
     weights: bytes
@@ -42,6 +43,7 @@ class FitResult:
     output_spec: tuple[OutputSpec, ...] = field(default_factory=tuple)
     stopped_early: bool = False
     size: int = 1
+    timeline_path: str | None = None
     data: list[dict[str, Any]] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
