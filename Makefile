@@ -43,13 +43,13 @@ build/check/.built: $(VENV)/.ready $(CMAKE_INPUTS)
 	touch $@
 
 test-cpp: build/check/.built
-	$(BIN)/ctest --test-dir build/check --output-on-failure --timeout 120 --no-tests=error
+	$(BIN)/ctest --test-dir build/check --output-on-failure --no-tests=error
 
 # The C++ tests again under ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitizer; no suppressions.
 # Ranks are threads of one process there, which is what the sanitizers can see.
 check-sanitizers: build/thread/.built build/address/.built
-	$(BIN)/ctest --test-dir build/thread --output-on-failure --timeout 240 --no-tests=error
-	$(BIN)/ctest --test-dir build/address --output-on-failure --timeout 240 --no-tests=error
+	$(BIN)/ctest --test-dir build/thread --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/address --output-on-failure --no-tests=error
 
 build/thread/.built: SANITIZE := thread
 build/address/.built: SANITIZE := address,undefined

@@ -447,6 +447,33 @@ TEST(a_rank_that_waits_for_a_late_one_is_not_taken_for_dead) {
   });
 }
 
+// Rank 0 has all of its links while 1 and 2 wait for 3, which does not come.
+TEST(an_abort_reaches_those_that_still_connect_in_a_tenth_of_a_second) {
+  const Layout layout{1, 1, 1, 1};
+  auto fastest = Clock::duration::max();
+  for (int round = 0; round < 5 && fastest > std::chrono::milliseconds(100); ++round) {
+    std::vector<Endpoint> endpoints;
+    auto ranks = Bound(layout, &endpoints);
+    Clock::time_point aborted_at, heard_at[3];
+    OnEveryRank(3, [&](int rank) {
+      Rank& me = ranks[static_cast<size_t>(rank)];
+      Connect(me, rank, layout, endpoints, 20);
+      heard_at[rank] = Clock::now();
+      if (rank != 0) return;
+      CHECK(me.status.ok());
+      aborted_at = Clock::now();
+      me.exchange->PostAll(FrameKind::kAbort, std::string("\4\6\0\0\0enough", 11));
+      me.exchange->Flush(In(5));
+    });
+    for (const int rank : {1, 2}) {
+      CHECK(ranks[static_cast<size_t>(rank)].status.code() == Code::kAborted);
+      CHECK_EQ(std::string(ranks[static_cast<size_t>(rank)].status.text()), "enough");
+    }
+    fastest = std::min(fastest, std::max(heard_at[1], heard_at[2]) - aborted_at);
+  }
+  CHECK(fastest < std::chrono::milliseconds(100));
+}
+
 TEST(connecting_can_be_interrupted) {
   const Layout layout{2};
   std::vector<Endpoint> endpoints;

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import select
 import signal
 import time
+from typing import Any
 
 import numpy as np
 
@@ -136,21 +138,54 @@ def wait_for_ctrl_c(group: Group) -> float:
     raise AssertionError("no KeyboardInterrupt")
 
 
+# -- memory that is given back ---------------------------------------------------------------------------
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_READ_WRITE, _PRIVATE_ANONYMOUS, _EXACTLY_THERE = 3, 0x22, 0x100000
+
+#: What this rank keeps where its tensor was.
 _reused: list[np.ndarray] = []
 
 
-def add_until_it_fails_then_reuse(group: Group, count: int) -> str:
-    """The first error's type. From then on the tensor's memory holds something else."""
-    array = np.empty(count, np.float32)
+def _map(nbytes: int, address: int | None = None) -> np.ndarray:
+    """New pages; at `address`, which must be free."""
+    flags = _PRIVATE_ANONYMOUS | (_EXACTLY_THERE if address else 0)
+    at = _libc.mmap(address, nbytes, _READ_WRITE, flags, -1, 0)
+    assert at != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
+    assert address in (None, at)
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(at), np.float32)
+
+
+def _add_once(group: Group, array: np.ndarray, plan: Any) -> None:
+    if plan is None:
+        group.allreduce(array, name="x")
+        return
+    plan.begin()
+    plan.ready(0, array.ctypes.data)
+    assert plan.end(0) == []
+
+
+def add_until_it_fails_then_reuse(group: Group, way: str, count: int) -> str:
+    """The first error's type. By then the tensor's memory is unmapped, and something else stands there."""
+    nbytes = 4 * count
+    array = _map(nbytes)
+    plan = group.plan([("x", "float32", (count,))], name="p", op=Sum) if way == "plan" else None
+    assert (plan is not None) == (way == "plan")
     try:
         while True:
             array.fill(1)
-            group.allreduce(array, name="x")
+            _add_once(group, array, plan)
             assert (array == group.size).all()
     except (PeerLost, Aborted, GroupClosed, CollectiveTimeout) as error:
-        array.fill(-7)
-        _reused.append(array)
-        return type(error).__name__
+        kind = type(error).__name__
+    address = array.ctypes.data
+    assert _libc.munmap(address, nbytes) == 0
+    _reused.append(_map(nbytes, address))
+    _reused[-1].fill(-7)
+    return kind
 
 
 def is_as_reused(group: Group) -> bool:

@@ -1,4 +1,7 @@
-"""A rank stopped in the middle of reading a peer's tensor, which the peer frees meanwhile."""
+"""A rank stopped in the middle of reading a peer's tensor, whose memory the peer gives back meanwhile.
+
+Tensors in the arena are no question here: their memory is not reused.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ COUNT = 8 << 20
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_stopped_reader_changes_nothing_of_what_its_peer_has_freed(size: int) -> None:
+@pytest.mark.parametrize(("way", "size"), [("read", 2), ("read", 3), ("staged", 2), ("plan", 2), ("plan", 3)])
+def test_a_stopped_reader_changes_nothing_of_what_its_peer_has_freed(way: str, size: int) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     moments = random.Random(seed)
-    for _ in range(3):
-        with connected_ranks(size, peer_timeout_s=1.0) as ranks:
+    for _ in range(2):
+        with connected_ranks(size, peer_timeout_s=1.0, peer_reads=int(way != "staged")) as ranks:
             for rank in ranks:
-                rank.start(add_until_it_fails_then_reuse, COUNT)
+                rank.start(add_until_it_fails_then_reuse, way, COUNT)
             # Some rounds go well, then the last rank stops wherever it is.
             assert not ranks[0].pipe.poll(0.3 + 0.2 * moments.random())
             ranks[-1].kill(signal.SIGSTOP)

@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "fuzz.h"
+#include "scheduler/mailbox.h"
+#include "scheduler/negotiate.h"
 #include "scheduler/request.h"
 #include "transport/bootstrap.h"
 #include "transport/exchange.h"
@@ -105,9 +107,59 @@ void FuzzExchange(std::string_view bytes) {
   }
 }
 
+// An abort is shown to users whatever it says.
+void FuzzAbort(std::string_view bytes) {
+  const Status reason = Exchange::ReasonOf(bytes);
+  Require(!reason.ok() && reason.code() <= Code::kShutdown, "an abort without a reason");
+}
+
+// Rank 1 writes what it likes into its mailbox, at any moment, while rank 0 reads there, counts its room and
+// hands the words to the negotiator as numbers of what was agreed on. The first four bytes of each nine are a
+// place in the mailbox, the next four what is put there, the last what rank 0 does then.
+void FuzzMailbox(std::string_view bytes) {
+  static const auto arenas = [] {
+    std::vector<std::unique_ptr<Arena>> made;
+    for (const int rank : {0, 1}) made.push_back(Arena::Create(rank, 2, 4096, false).value());
+    for (const int rank : {0, 1})
+      Require(made[rank]->AddSegment(1 - rank, 0, made[1 - rank]->control()).ok(), "no arena");
+    return made;
+  }();
+  for (const int rank : {0, 1}) std::memset(arenas[rank]->mailbox(rank), 0, Arena::kMailboxNbytes);
+  Mailboxes zero(*arenas[0]);
+  Negotiator negotiator(2, 1 << 20, 4);
+  const auto now = Clock::now();
+  for (const int rank : {0, 1})
+    negotiator.Announce(rank, Request{.name = "x", .members = {{.name = "x"}}}, now);
+  Require(negotiator.Decide().ids.size() == 1, "no agreement to begin with");
+  for (; bytes.size() >= 9; bytes.remove_prefix(9)) {
+    uint32_t place = 0, value = 0;
+    std::memcpy(&place, bytes.data(), sizeof place);
+    std::memcpy(&value, bytes.data() + 4, sizeof value);
+    std::memcpy(arenas[1]->mailbox(1) + place % (Arena::kMailboxNbytes / 4) * 4, &value, sizeof value);
+    if (bytes[8] % 2 == 0) {
+      const auto room = zero.Room();
+      Require(!room.ok() || room.value() <= Mailboxes::kWords, "more room than there is");
+      const std::vector<uint32_t> words(static_cast<uint8_t>(bytes[8]), 7);
+      const auto fits = zero.Write(words);
+      Require(fits.ok() == room.ok(), "room that is there and is not");
+    } else {
+      std::vector<uint32_t> words;
+      const Status status = zero.Read(1, &words);
+      Require(words.size() <= Mailboxes::kWords, "more words than there are");
+      Require(status.ok() || words.empty(), "words of a broken mailbox");
+      if (!status.ok()) return;  // it is lost
+      static_cast<void>(zero.HasNews());
+      for (const CacheId id : words) {
+        if (!negotiator.Announce(1, id, now)) return;
+      }
+      Require(negotiator.Decide().ids.empty(), "decided without rank 0");
+    }
+  }
+}
+
 using Parser = void (*)(std::string_view);
-constexpr Parser kParsers[] = {FuzzHello,         FuzzChallenge, FuzzEndpoint,
-                               FuzzAnnouncements, FuzzRound,     FuzzExchange};
+constexpr Parser kParsers[] = {FuzzHello, FuzzChallenge, FuzzEndpoint, FuzzAnnouncements,
+                               FuzzRound, FuzzExchange,  FuzzAbort,    FuzzMailbox};
 
 std::string Frames(int origin, std::initializer_list<FrameKind> kinds, std::string_view payload) {
   std::string bytes;
@@ -119,6 +171,24 @@ std::string Frames(int origin, std::initializer_list<FrameKind> kinds, std::stri
       bytes += payload;
       if (kind == FrameKind::kSegment || kind == FrameKind::kBeat) break;
     }
+  }
+  return bytes;
+}
+
+// Words of a mailbox: how many were written, how many were read of rank 0's, the first of the ring.
+constexpr uint32_t kReadAt = 32, kWordsAt = kReadAt + Mailboxes::kMostRanks;
+
+struct Poke {
+  uint32_t place, value;
+  uint8_t then;
+};
+
+std::string Pokes(std::initializer_list<Poke> pokes) {
+  std::string bytes;
+  for (const Poke& poke : pokes) {
+    for (const uint32_t number : {poke.place, poke.value})
+      bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
+    bytes.push_back(static_cast<char>(poke.then));
   }
   return bytes;
 }
@@ -183,6 +253,13 @@ std::vector<std::string> Corpus() {
   add(FuzzExchange, '\0' + Frames(1, {kAbort, kAbort}, "why"));
   add(FuzzExchange, '\1' + Frames(3, {kAnnounce, kAbort, kBye}, announcement));
   add(FuzzExchange, '\1' + Frames(2, {kBeat, kDecide, kBye}, Serialize(round)));
+
+  add(FuzzAbort, std::string("\4\6\0\0\0enough", 11));
+  add(FuzzAbort, std::string("\2\0\0\0\0", 5));
+  // Announces number 0 twice; says that 5 words were written and 2 read; goes on past the end of the ring.
+  add(FuzzMailbox, Pokes({{kWordsAt, 0, 2}, {0, 1, 1}, {kWordsAt + 1, 0, 2}, {0, 2, 1}}));
+  add(FuzzMailbox, Pokes({{0, 5, 6}, {kReadAt, 2, 4}, {0, 5, 1}, {0, 6, 1}}));
+  add(FuzzMailbox, Pokes({{0, 2048, 1}, {0, 2049, 3}, {kReadAt, 2000, 254}, {kReadAt, 3000, 254}}));
   return corpus;
 }
 

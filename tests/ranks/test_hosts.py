@@ -1,4 +1,4 @@
-"""Ranks that are forced onto several hosts (HVD_HOST_ID): the same bits as on one, over TCP on loopback."""
+"""Ranks that are forced onto several hosts (HVD_HOST_ID): numpy's results and one host's bits, over TCP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hvd_core
+import hvd_core.torch as hvd
 from hvd_core import Average, Config, Max, Min, Product, Sum
 from hvd_core.errors import RankFailed
 from hvd_core.world import current
@@ -17,8 +18,8 @@ from hvd_core.world import current
 pytestmark = pytest.mark.timeout(120)
 
 LAYOUTS = [(2, 2), (3, 1), (1, 3), (1, 1, 2), (1, 1, 1, 1)]
-# One, a small message, several chunks with a tail, several staging windows of 64 KiB.
-COUNTS = [1, 1_001, 50_003, 300_007]
+# None, one, a small message, several chunks with a tail, several staging windows of 64 KiB.
+COUNTS = [0, 1, 1_001, 50_003, 300_007]
 
 
 def _run(layout: tuple[int, ...], fn: Any, *args: Any, **settings: str) -> list[Any]:
@@ -38,6 +39,15 @@ def _values(dtype: Any, count: int, rank: int) -> np.ndarray:
     return (rng.standard_normal(count) * 2.0 ** rng.integers(-4, 5, count)).astype(dtype)
 
 
+COMBINE = {Sum: np.add, Average: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}
+
+
+def _oracle(dtype: Any, count: int, size: int, op: Any) -> np.ndarray:
+    """In rank order; an average is divided once."""
+    total = functools.reduce(COMBINE[op], [_values(dtype, count, rank) for rank in range(size)])
+    return total / dtype(size) if op == Average else total
+
+
 def _everything() -> tuple[tuple[int, ...], str]:
     """Where this rank is, and a hash of the results of all collectives."""
     world = current()
@@ -48,11 +58,15 @@ def _everything() -> tuple[tuple[int, ...], str]:
                 for count in COUNTS:
                     values = _values(dtype, count, world.rank)
                     with np.errstate(all="ignore"):
-                        ordinary = values.copy()
-                        group.allreduce(ordinary, name=f"ordinary.{dtype.__name__}.{op}.{count}", op=op)
+                        ordinary = np.empty_like(values)
+                        group.allreduce(
+                            values, out=ordinary, name=f"ordinary.{dtype.__name__}.{op}.{count}", op=op
+                        )
                         arena = group.empty(values.nbytes).view(dtype)
                         arena[:] = values
                         group.allreduce(arena, name=f"arena.{dtype.__name__}.{op}.{count}", op=op)
+                        if dtype in (np.float32, np.float64):
+                            assert ordinary.tobytes() == _oracle(dtype, count, world.size, op).tobytes()
                     assert ordinary.tobytes() == arena.tobytes()
                     seen.update(ordinary.tobytes())
         for count in COUNTS:
@@ -63,6 +77,12 @@ def _everything() -> tuple[tuple[int, ...], str]:
             rows = [_values(np.float32, count * r, r) for r in range(world.size)]
             gathered = group.allgather(rows[world.rank], name=f"allgather.{count}")
             assert np.asarray(gathered).tobytes() == np.concatenate(rows).tobytes()
+        together = [np.full(n, world.rank + n, np.float32) for n in (1, 70_000, 0, 5, 300_000)]
+        group.grouped_allreduce_async(together, name="group").wait()
+        for array in together:
+            assert (array == sum(rank + array.size for rank in range(world.size))).all()
+        by_rank = group.allgather_bytes(b"r" * world.rank, name="bytes")
+        assert by_rank == [b"r" * rank for rank in range(world.size)]
         group.barrier()
         native = group._native
         where = (native.cross_rank, native.cross_size, native.local_rank, native.local_size)
@@ -108,3 +128,29 @@ def test_ranks_that_disagree_about_the_wire_are_told() -> None:
 
     with pytest.raises(RankFailed, match="HVD_WIRE_DTYPE must be the same on all ranks"):
         hvd_core.run(_sum_of_ones, (100_000,), num_proc=2, env=env, timeout_s=60)
+
+
+def _place() -> list[int]:
+    hvd.init()
+    return [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
+
+
+def test_ranks_know_their_place() -> None:
+    assert _run((3, 1), _place) == [
+        [0, 4, 0, 3, 0, 2],
+        [1, 4, 1, 3, 0, 2],
+        [2, 4, 2, 3, 0, 2],
+        [3, 4, 0, 1, 1, 2],
+    ]
+
+
+def _reconnect() -> list[float]:
+    sums = []
+    for _ in range(10):
+        with current().connect(Config.from_env()) as group:
+            sums.append(float(group.allreduce(np.ones(4), name="x", op=Sum)[0]))
+    return sums
+
+
+def test_hosts_part_and_meet_again() -> None:
+    assert _run((2, 1, 2), _reconnect) == [[5.0] * 10] * 5

@@ -11,8 +11,17 @@ import torch
 import hvd_core
 import hvd_core.torch as hvd
 from hvd_core.errors import HorovodInternalError, MismatchError
+from tests.fault.calls import abort
 from tests.fault.ranks import connected_ranks
-from tests.ranks.plan_calls import disagree, end_without_peers, has_plan, run_steps, step_until_it_fails
+from tests.ranks.plan_calls import (
+    disagree,
+    end_a_step,
+    end_without_peers,
+    has_plan,
+    make_plan_only,
+    run_steps,
+    step_until_it_fails,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,6 +60,23 @@ def test_a_stopped_rank_that_goes_on_finds_the_group_dead() -> None:
         assert "rank 1" in text
         ranks[1].kill(signal.SIGCONT)
         assert ranks[1].result()[0] in ("PeerLost", "Aborted")
+
+
+def test_an_abort_ends_the_end_of_a_step_within_100_ms() -> None:
+    with connected_ranks(3) as ranks:
+        for rank in ranks:
+            rank.start(make_plan_only)
+        for rank in ranks:
+            assert rank.result() is None
+        for rank in ranks[1:]:
+            rank.start(end_a_step)
+        assert not ranks[1].pipe.poll(0.2)
+        aborted_at = ranks[0].call(abort, "rank 0 raised ValueError: boom")
+        for rank in ranks[1:]:
+            kind, text, at = rank.result()
+            assert kind == "Aborted"
+            assert "rank 0 raised ValueError: boom" in text
+            assert at - aborted_at < 0.1
 
 
 def test_a_mismatch_names_tensor_and_ranks() -> None:

@@ -51,7 +51,7 @@ Status ShareControlSegments(const Topology& topology, Exchange& exchange, Arena&
           arena.AddSegment(topology.LocalRankOf(frame->peer), number, std::move(segment).value()));
     }
     if (arena.complete()) break;
-    HVD_RETURN_IF_ERROR(exchange.lost());
+    HVD_RETURN_IF_ERROR(exchange.ended());
     for (int local = 0; local < arena.size(); ++local) {
       // A rank that has shared its memory may be done already, while we still wait for another one.
       const int peer = topology.GlobalRank(local);
@@ -75,7 +75,7 @@ Status OpenPeers(Exchange& exchange, Arena& arena, int first_rank, bool allowed,
   return arena.OpenPeers(reads, first_rank, [&](int local_rank) {
     const int peer = first_rank + local_rank;
     exchange.Poll(Clock::now());
-    HVD_RETURN_IF_ERROR(exchange.lost());
+    HVD_RETURN_IF_ERROR(exchange.ended());
     const std::string who = "rank " + std::to_string(peer);
     if (exchange.HasLeft(peer)) return Status(Code::kShutdown, who + " left while connecting");
     if (Clock::now() >= options.deadline)

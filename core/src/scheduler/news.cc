@@ -173,11 +173,8 @@ Status Scheduler::HandleFrames() {
             arena_->AddSegment(topology_.LocalRankOf(frame->peer), number, std::move(segment).value()));
         break;
       }
-      case FrameKind::kAbort: {
-        Reader in(frame->payload);
-        const auto code = static_cast<Code>(in.Get<uint8_t>());
-        return Status(code == Code::kOk ? Code::kAborted : code, in.GetString());
-      }
+      case FrameKind::kAbort:
+        return Exchange::ReasonOf(frame->payload);
       case FrameKind::kPhase: {
         Reader in(frame->payload);
         PhaseNews news{in.Get<uint8_t>() != 0, {}, in.Get<double>()};

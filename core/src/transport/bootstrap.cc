@@ -110,7 +110,7 @@ class Bootstrap {
       HVD_RETURN_IF_ERROR(AdvanceAll());
       // Who has all of its links already hears that this rank still waits for others.
       exchange_.Turn();
-      HVD_RETURN_IF_ERROR(exchange_.lost());
+      HVD_RETURN_IF_ERROR(exchange_.ended());
     }
     return Status::Ok();
   }
@@ -200,7 +200,9 @@ class Bootstrap {
 
   void Wait(Clock::time_point until) {
     const short accepting = attempts_.size() < kMaxPending ? POLLIN : 0;
-    std::vector<pollfd> fds{{listener_.tcp_fd(), accepting, 0}, {listener_.unix_fd(), accepting, 0}};
+    std::vector<pollfd> fds{{listener_.tcp_fd(), accepting, 0},
+                            {listener_.unix_fd(), accepting, 0},
+                            {exchange_.wait_fd(), POLLIN, 0}};
     for (const Attempt& attempt : attempts_) {
       const bool sends = attempt.link.wants_to_send();
       fds.push_back({attempt.link.fd(), static_cast<short>(sends ? POLLIN | POLLOUT : POLLIN), 0});

@@ -13,6 +13,8 @@
 #include <iterator>
 #include <utility>
 
+#include "transport/wire.h"
+
 namespace hvd {
 namespace {
 
@@ -271,6 +273,8 @@ bool Exchange::Take(int from, const FrameHeader& header, std::string_view bytes)
     if (header.origin == from) Disconnect(from, State::kLeft);
     return true;
   }
+  if (header.kind == FrameKind::kAbort && heard_abort_.ok())
+    heard_abort_ = ReasonOf(bytes.substr(FrameHeader::kBytes));
   Frame frame{header.origin, header.kind, std::string(bytes.substr(FrameHeader::kBytes)), UniqueFd()};
   auto& fds = peers_[static_cast<size_t>(from)]->incoming_fds;
   if (header.kind == FrameKind::kSegment && !fds.empty()) {
@@ -279,6 +283,12 @@ bool Exchange::Take(int from, const FrameHeader& header, std::string_view bytes)
   }
   inbox_.push_back(std::move(frame));
   return true;
+}
+
+Status Exchange::ReasonOf(std::string_view abort_payload) {
+  Reader in(abort_payload);
+  const auto code = static_cast<Code>(in.Get<uint8_t>());
+  return Status(code == Code::kOk || code > Code::kShutdown ? Code::kAborted : code, in.GetString());
 }
 
 // Out of the set before it is closed: a forked child of this process may hold the same socket, and then

@@ -63,6 +63,11 @@ class Exchange {
   // Why the first lost neighbour is lost; ok while none is.
   const Status& lost() const { return lost_; }
   int lost_peer() const { return lost_peer_; }
+  // Why all of this is over before it began: an abort that was heard, or lost(). For who connects and does
+  // not take frames yet.
+  const Status& ended() const { return heard_abort_.ok() ? lost_ : heard_abort_; }
+  // What an abort says; kAborted if its code is none.
+  static Status ReasonOf(std::string_view abort_payload);
   // `rank` has closed the Group and said so.
   bool HasLeft(int rank) const { return left_[static_cast<size_t>(rank)]; }
   // The rank that has closed the Group so that nothing reaches `rank` or comes from it any more: itself or
@@ -141,6 +146,7 @@ class Exchange {
   std::deque<Frame> inbox_;
   Status lost_;
   int lost_peer_ = -1;
+  Status heard_abort_;
   bool aborted_ = false;  // an abort is known here, so that no other is sent or passed on
   bool leaving_ = false;  // in Linger: an ended connection is no loss
   UniqueFd wake_, epoll_;
