@@ -230,7 +230,7 @@ std::vector<Negotiator::Waiting> Negotiator::Waits() const {
   };
   for (const auto& [name, entry] : entries_) {
     if (entry.announced == size_) continue;
-    add(name, entry.since, [&](size_t rank) { return entry.by_rank[rank].has_value(); });
+    add(name, entry.since, [&by_rank = entry.by_rank](size_t rank) { return by_rank[rank].has_value(); });
   }
   if (known_waiting_ == 0) return waits;
   known_.ForEach([&](const Cache<Known>::Entry& entry) {
