@@ -1,6 +1,7 @@
 # make demo   train on real flights on an embedded Spark     make venv     only set up
 # make test   all tests                                      make native   build the extension
 # make check  format, lint, types, warnings, fast tests      make bench    benchmarks
+# make test-oldest   a small job on the oldest Spark that is supported
 # make check-sanitizers   C++ tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 # Every target sets up .venv by itself, again only when something changed. PYTHON=... picks the interpreter.
 SHELL := /bin/bash
@@ -17,10 +18,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Spark's executors must run the interpreter that the driver runs.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: help venv native demo test test-cpp check check-sanitizers format bench clean
+.PHONY: help venv native demo test test-oldest test-cpp check check-sanitizers format bench clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 5
+	@sed -n 's/^# //p' Makefile | head -n 6
 
 venv: $(VENV)/.ready
 native: $(VENV)/.native
@@ -64,6 +65,9 @@ demo: $(VENV)/.native
 
 test: $(VENV)/.native test-cpp
 	$(BIN)/python -m pytest tests
+
+test-oldest: $(VENV)/.native
+	scripts/oldest.sh
 
 check: $(VENV)/.native
 	$(BIN)/ruff format --check $(PYTHON_DIRS)

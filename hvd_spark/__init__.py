@@ -19,9 +19,9 @@ from hvd_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from .estimator import HorovodEstimator
+    from .estimator import HorovodEstimator, TorchEstimator
     from .horovod_runner import HorovodRunner
-    from .model import HorovodModel
+    from .model import HorovodModel, TorchModel
     from .runner import run
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
     "PreflightError",
     "RankFailed",
     "RowsLost",
+    "TorchEstimator",
+    "TorchModel",
     "errors",
     "run",
 ]
@@ -47,6 +49,8 @@ _LATE = {
     "HorovodEstimator": "estimator",
     "HorovodModel": "model",
     "HorovodRunner": "horovod_runner",
+    "TorchEstimator": "estimator",
+    "TorchModel": "model",
     "run": "runner",
 }
 

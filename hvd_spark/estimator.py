@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from hvd_core.config import Config
-from hvd_core.errors import RowsLost
+from hvd_core.errors import ColumnError, InvalidArgument, RowsLost
 from hvd_core.launch import dumps
-from hvd_core.train import FitResult, TrainSpec
+from hvd_core.train import FitResult, Layout, TrainSpec
 from hvd_core.train.checkpoint import check_checkpoint_dir
+from hvd_core.train.predict import heads_of
 from hvd_core.train.torch_model import load_weights
 
 from . import preflight, rank
@@ -35,49 +39,178 @@ _PRELOAD = (
 )
 
 
+#: Says of a row whether it comes from validation_df.
+_MARK = "hvd_validation"
+
+
 @provide(KNOBS)
 class HorovodEstimator(Estimator["HorovodModel"], Knobs, Stored):
     """Trains a model on a Spark DataFrame, on `num_proc` ranks; a `pyspark.ml` Estimator.
 
     `fit(df)` returns a `HorovodModel`. Each row is used once per epoch, on one rank, and N ranks give what
-    one rank gives on the joined batch. The model, optimizer and loss given here are never changed. Before
-    anything is launched: NotEnoughSlots, ColumnError, DataError ("no rows"), NotPicklable, InvalidArgument.
-    Later: DataError (nulls, ragged rows: column and count), RankFailed with the first cause, RowsLost. Ctrl-C
-    cancels the job and ends the ranks.
+    one rank gives on the joined batch. The model, optimizer and loss given here are never changed. With
+    several parameter maps (`fit(df, maps)`, `CrossValidator`) the ranks take their rows once and train one
+    model after the other on them. Before anything is launched: NotEnoughSlots, ColumnError, DataError ("no
+    rows"), NotPicklable, InvalidArgument. Later: DataError (nulls, ragged rows: column and count), RankFailed
+    with the first cause, RowsLost. Ctrl-C cancels the job and ends the ranks.
     """
 
     def __init__(self, **values: Any):
         super().__init__(values)
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
-        spec = self._spec()
-        preflight.check_frame(dataset)
-        preflight.check_finite(dataset)
-        if spec.checkpoint_dir is not None:
-            check_checkpoint_dir(spec.checkpoint_dir)
-        size = preflight.check_cluster(dataset.sparkSession, self.getNumProc())  # type: ignore[attr-defined]
-        layout = preflight.check_columns(dataset, spec)
-        payload = dumps(rank.train, (spec,), names=["HorovodEstimator"])
-        frame = preflight.selected(dataset, layout)
-        layout = preflight.check_rows(frame, spec, layout)
-        job = JobSpec(
-            size,
-            payload,
-            f"hvd: fit {type(spec.model).__name__ if spec.model is not None else 'model'} on {size} ranks",
-            layout=layout,
-            preload=_PRELOAD,
-            config=_config(spec),
-            verbose=spec.verbose,
-        )
-        result = _checked(launch(frame, job), spec)
-        trained = load_weights(_untrained(spec), result.weights)
-        model = self._copyValues(HorovodModel(model=trained, transform_fn=spec.transform_fn))
-        model._resetUid(self.uid)
-        return model.fitted(layout, result)
+        return _fit_all(dataset, [self])[0]
+
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Iterator[tuple[int, HorovodModel]]:
+        """Pairs (index, model), one for each map; can be iterated by several threads. The first one asked
+        for trains all whose maps leave the rows as they are, in one job."""
+        return _Models(dataset, [self.copy(values) for values in paramMaps])
 
     def _spec(self) -> TrainSpec:
         """The parameters as one frozen value; raises InvalidArgument."""
-        return TrainSpec(**self._values(name for name in self._knobs if name not in JOB))
+        values = self._values(name for name in self._knobs if name not in JOB)
+        if self._objects.get("validation_df") is not None:
+            if "validation" in values:
+                raise InvalidArgument("give one of validation and validation_df, not both")
+            values["validation"] = _MARK
+        return TrainSpec(**values)
+
+
+class _Models:
+    """What `fitMultiple` returns."""
+
+    def __init__(self, dataset: DataFrame, stages: list[HorovodEstimator]):
+        self._dataset, self._stages = dataset, stages
+        self._models: list[HorovodModel] | None = None
+        self._error: BaseException | None = None
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _Models:
+        return self
+
+    def __next__(self) -> tuple[int, HorovodModel]:
+        with self._lock:
+            if self._next == len(self._stages):
+                raise StopIteration
+            if self._error is not None:
+                raise self._error  # to every thread that waited, instead of the same failure once more
+            if self._models is None:
+                try:
+                    self._models = _fit_all(self._dataset, self._stages)
+                except BaseException as error:
+                    self._error = error
+                    raise
+            index = self._next
+            self._next += 1
+            return index, self._models[index]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """An estimator with what was found about it before the launch."""
+
+    stage: HorovodEstimator
+    spec: TrainSpec
+    size: int
+    layout: Layout
+
+    def shares_rows_with(self, other: _Planned) -> bool:
+        """One ingestion serves both."""
+        return (self.size, self.layout, _config(self.spec)) == (other.size, other.layout, _config(other.spec))
+
+
+def _fit_all(dataset: DataFrame, stages: Sequence[HorovodEstimator]) -> list[HorovodModel]:
+    """One model for each of `stages`, copies of one estimator; as few jobs as their parameters allow."""
+    specs = [stage._spec() for stage in stages]
+    if len({spec.checkpoint_dir for spec in specs} - {None}) < sum(
+        bool(spec.checkpoint_dir) for spec in specs
+    ):
+        raise InvalidArgument(
+            "checkpoint_dir is the directory of one run: with several parameter maps leave it out, or give "
+            "each map its own"
+        )
+    preflight.check_frame(dataset)
+    preflight.check_finite(dataset)
+    apart = stages[0]._objects.get("validation_df")
+    if apart is not None:
+        dataset = _joined(dataset, apart, specs)
+    planned = []
+    for stage, spec in zip(stages, specs, strict=True):
+        if spec.checkpoint_dir is not None:
+            check_checkpoint_dir(spec.checkpoint_dir)
+        size = preflight.check_cluster(dataset.sparkSession, stage.getNumProc())  # type: ignore[attr-defined]
+        planned.append(_Planned(stage, spec, size, preflight.check_columns(dataset, spec)))
+    models: dict[int, HorovodModel] = {}
+    while left := [i for i in range(len(planned)) if i not in models]:
+        together = [i for i in left if planned[i].shares_rows_with(planned[left[0]])]
+        models.update(zip(together, _fit_together(dataset, [planned[i] for i in together]), strict=True))
+    return [models[i] for i in range(len(planned))]
+
+
+def _joined(rows: DataFrame, apart: DataFrame, specs: Sequence[TrainSpec]) -> DataFrame:
+    """Both as one, with a column that says which rows validate. Raises ColumnError."""
+    preflight.check_frame(apart)
+    preflight.check_finite(apart)
+    names: dict[str, None] = {}
+    for spec in specs:
+        weight = () if spec.sample_weight_col is None else (spec.sample_weight_col,)
+        names.update(dict.fromkeys((*spec.feature_cols, *spec.label_cols, *spec.transform_cols, *weight)))
+    have, other = dict(rows.dtypes), dict(apart.dtypes)
+    for name in names:
+        if have.get(name) != other.get(name):
+            raise ColumnError(
+                f"column {name!r} is {have.get(name, 'not there')} in the DataFrame to fit and "
+                f"{other.get(name, 'not there')} in validation_df"
+            )
+    quoted = [F.col("`" + name.replace("`", "``") + "`") for name in names if name in have]
+    train, validate = (
+        frame.select(*quoted, F.lit(mark).alias(_MARK)) for frame, mark in ((rows, False), (apart, True))
+    )
+    return train.union(validate)
+
+
+def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[HorovodModel]:
+    """One job: its ranks train one model after the other on the same rows."""
+    spec, size, layout = planned[0].spec, planned[0].size, planned[0].layout
+    changes = [_difference(one.spec, spec) for one in planned]
+    payload = dumps(rank.train, (spec, changes), names=["HorovodEstimator"])
+    frame = preflight.selected(dataset, layout)
+    layout = preflight.check_rows(frame, spec, layout)
+    name = type(spec.model).__name__ if spec.model is not None else "model"
+    times = f", {len(planned)} times" if len(planned) > 1 else ""
+    job = JobSpec(
+        size,
+        payload,
+        f"hvd: fit {name} on {size} ranks{times}",
+        layout=layout,
+        preload=_PRELOAD,
+        config=_config(spec),
+        verbose=spec.verbose,
+        start_timeout_s=planned[0].stage.getStartTimeoutS(),  # type: ignore[attr-defined]
+    )
+    outcome = launch(frame, job)
+    results = rank.unpickled(outcome.results[0])
+    return [
+        _model(one, layout, _checked(result, outcome, one.spec))
+        for one, result in zip(planned, results, strict=True)
+    ]
+
+
+def _difference(spec: TrainSpec, base: TrainSpec) -> dict[str, Any]:
+    """What `replace(base, **...)` needs to become `spec`. Objects are those of the one estimator."""
+    names = [knob.name for knob in KNOBS if knob.convert is not None and knob.name not in JOB]
+    return {name: getattr(spec, name) for name in names if getattr(spec, name) != getattr(base, name)}
+
+
+def _model(one: _Planned, layout: Layout, result: FitResult) -> HorovodModel:
+    stage, spec = one.stage, one.spec
+    trained = load_weights(_untrained(spec), result.weights)
+    model = stage._copyValues(HorovodModel(model=trained, transform_fn=spec.transform_fn))
+    model._resetUid(stage.uid)
+    if not model.isSet("heads"):
+        model.setParams(heads=list(heads_of(spec)))
+    return model.fitted(layout, result)
 
 
 def _config(spec: TrainSpec) -> Config:
@@ -95,9 +228,13 @@ def _untrained(spec: TrainSpec) -> Any:
     return spec.model_fn() if spec.model_fn is not None else pickle.loads(cloudpickle.dumps(spec.model))
 
 
-def _checked(outcome: Outcome, spec: TrainSpec) -> FitResult:
-    result = FitResult.from_bytes(rank.unpickled(outcome.results[0]))
+def _checked(data: bytes, outcome: Outcome, spec: TrainSpec) -> FitResult:
+    result = FitResult.from_bytes(data)
     sent = sum(outcome.rows)
     if result.rows_sent != sent or (result.rows_seen != sent and spec.max_steps is None):
         raise RowsLost(f"the ranks were given {sent} rows, but used {result.rows_seen} in an epoch")
     return result
+
+
+#: Horovod's name; the loop is chosen by the model's type.
+TorchEstimator = HorovodEstimator

@@ -63,6 +63,8 @@ class FeedServer:
         self._listener.setblocking(False)
         self.address: Address = (host, self._listener.getsockname()[1])
         self.dropped = 0
+        #: A supervisor has come: the job has its slots.
+        self.heard = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: dict[socket.socket, _Peer] = {}
@@ -137,7 +139,7 @@ class FeedServer:
                 if not hmac.compare_digest(peer.data, _frame(self._token, peer.challenge, partition)):
                     self._drop(sock, stray=True)
                     return []
-                peer.known = True
+                peer.known = self.heard = True
                 peer.data.clear()
             return []
         *lines, rest = peer.data.split(b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from hvd_core.config import Config
 from hvd_core.errors import (
     HorovodInternalError,
     HvdError,
+    NotEnoughSlots,
     PreflightError,
     RankFailed,
     RankFailure,
@@ -28,9 +30,13 @@ from hvd_core.train.trackers import tracking_env
 
 from . import rows, session
 from .feed import FeedServer
+from .parcel import Parcel
 from .progress import Progress
 from .task import JobPlan, barrier_task
+from .waiting import Watch
 
+#: A job that gets no slots says so after this time.
+_SAY_AFTER_S = 5.0
 #: After the end of the job, supervisors get this long to hang up.
 _DRAIN_S = 3.0
 
@@ -45,7 +51,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job for `launch`: `payload` and the rest are described at `task.JobPlan`."""
+    """A job for `launch`. payload: cloudpickle of (fn, args, kwargs); start_timeout_s: how long to wait while
+    other jobs hold the slots; the rest is described at `task.JobPlan`."""
 
     size: int
     payload: bytes
@@ -56,6 +63,7 @@ class JobSpec:
     config: Config = field(default_factory=Config.from_env)
     verbose: int = 1
     printed: bool = True  # show what ranks print
+    start_timeout_s: float = 600.0
 
 
 def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
@@ -63,7 +71,8 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
 
     With a layout the rows are dealt out evenly and counted on both sides (`RowsLost`); without one `frame`
     has one partition for each rank. Raises `RankFailed` with the first cause, or the typed error a rank
-    reported about its rows. A KeyboardInterrupt cancels the job and ends the ranks.
+    reported about its rows; NotEnoughSlots when they do not start in time. A KeyboardInterrupt cancels the
+    job and ends the ranks.
     """
     spark = frame.sparkSession
     token = secrets.token_bytes(32)
@@ -81,10 +90,11 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         progress.take(record)
 
     idle_s = session.idle_timeout_s(spark)
+    parcel = Parcel.of(spark, spec.payload)
     plan = JobPlan(
         spec.size,
         token,
-        spec.payload,
+        parcel,
         layout=spec.layout,
         preload=spec.preload,
         sys_path=session.import_path(spark),
@@ -97,11 +107,14 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
     if plan.beat_s is not None:
         job = job.where(F.col("kind") != rows.BEAT)
     try:
-        collected = _wait(spark, job, spec.description, counted, feed, take)
+        collected = _wait(spark, job, spec, counted, feed, take)
+    except NotEnoughSlots:
+        raise
     except Exception as error:  # noqa: BLE001  raised again, translated
         raise _translate(error, failures, spec.layout is not None) from None
     finally:
         progress.close()
+        parcel.destroy()
         if feed is not None:
             feed.close()
     found, sent = collected
@@ -137,7 +150,7 @@ def _open_feed(spark: Any, token: bytes) -> FeedServer | None:
 def _wait(
     spark: Any,
     frame: DataFrame,
-    description: str,
+    spec: JobSpec,
     counted: Observation | None,
     feed: FeedServer | None,
     take: Callable[[Mapping[str, Any]], None],
@@ -149,9 +162,14 @@ def _wait(
         complete = counted is not None and not found.failures
         return found, int(counted.get["rows"]) if complete and counted is not None else None
 
-    with session.Job(spark, f"hvd-{secrets.token_hex(6)}", description, action) as job:
+    tag = f"hvd-{secrets.token_hex(6)}"
+    with session.Job(spark, tag, spec.description, action) as job, Watch(spark, tag, job.thread) as watch:
+        patience = _Patience(spec, watch)
         try:
             while not job.done:
+                if feed is not None and feed.heard:
+                    watch.stop()
+                patience.check()
                 if feed is None:
                     session.await_readable(job, 1.0)
                 else:
@@ -165,6 +183,27 @@ def _wait(
             for record in feed.drain(_DRAIN_S) if feed is not None else ():
                 take(record)
         return job.result()
+
+
+class _Patience:
+    """Says that other jobs hold the slots, and in the end gives up."""
+
+    def __init__(self, spec: JobSpec, watch: Watch):
+        self._spec, self._watch = spec, watch
+        self._said = False
+
+    def check(self) -> None:
+        """Raises NotEnoughSlots."""
+        waited_s, spec = self._watch.waited_s(), self._spec
+        what = f"{spec.size} slots that are free at the same time"
+        if waited_s >= spec.start_timeout_s:
+            raise NotEnoughSlots(
+                f"waited {waited_s:.0f} s for {what}; other jobs hold them "
+                f"(start_timeout_s={spec.start_timeout_s:g})"
+            )
+        if waited_s >= _SAY_AFTER_S and not self._said:
+            self._said = True
+            print(f"hvd: waiting for {what}; other jobs may hold them", file=sys.stderr, flush=True)
 
 
 def _typed(failures: list[rows.Failure], fitting: bool) -> tuple[HvdError, BaseException | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 from pyspark.ml import Model
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
 from hvd_core.errors import ColumnError, InvalidArgument
@@ -22,8 +21,10 @@ from hvd_core.train.predict import Predictor
 from hvd_core.train.torch_model import run_model
 
 from . import preflight, session
-from .columns import arrow_type, columns_of, spark_type
+from .columns import arrow_type, columns_of
+from .outputs import Wanted, columns_for
 from .params import KNOBS, Knob, Knobs, provide
+from .parcel import Parcel
 from .persist import Stored, columns_from_json, columns_to_json
 from .serve import Serving
 
@@ -45,6 +46,11 @@ class HorovodModel(Model, Knobs, Stored):
     """Adds the model's output to a DataFrame, in the output's own dtype: a number where a row's output is one
     number, else an array; several outputs get `prediction`, `prediction_1`, ...
 
+    For a classifier, which a model is that was trained with a loss of classes (or whose `heads` say so),
+    `prediction` is the number of the class, and the vectors `probability` and `rawPrediction` are added; of
+    two classes with one output (BCELoss, BCEWithLogitsLoss) it is the probability of class 1, and with a
+    `threshold` the class. heads=["output"] gives the model's output as it is.
+
     Fitted by `HorovodEstimator`, or made from any torch module:
 
         HorovodModel(model=net, feature_cols=["a", "b"]).transform(df)
@@ -58,7 +64,7 @@ class HorovodModel(Model, Knobs, Stored):
         self.result: FitResult | None = None
         #: How training fed the model, and the parameters for which that holds.
         self._trained: tuple[Layout, dict[str, Any]] | None = None
-        self._pickled: tuple[Any, bytes, str] | None = None
+        self._sent: tuple[Any, Parcel, str] | None = None
         super().__init__(values)
 
     def __repr__(self) -> str:
@@ -89,6 +95,18 @@ class HorovodModel(Model, Knobs, Stored):
         """A dict for each epoch: loss, metrics, val_*, rows, seconds; [] when not fitted here."""
         return list(self.result.history) if self.result is not None else []
 
+    @property
+    def hasSummary(self) -> bool:
+        """Whether training left something to sum up: false for a model that was not fitted by hvd."""
+        return self.result is not None
+
+    @property
+    def summary(self) -> FitResult:
+        """What training found: history, rows, seconds. Raises RuntimeError as Spark's models do."""
+        if self.result is None:
+            raise RuntimeError(f"No training summary available for this {type(self).__name__}")
+        return self.result
+
     def getModel(self) -> Any:
         """A copy of the model with its weights, of the user's class."""
         return pickle.loads(cloudpickle.dumps(self._model()))
@@ -103,49 +121,48 @@ class HorovodModel(Model, Knobs, Stored):
         preflight.check_frame(dataset)
         preflight.check_interpreter(dataset.sparkSession)
         schema = dataset.schema
-        layout, outs = self._form(schema)
+        layout, specs = self._form(schema)
         inputs = _inputs(layout, schema)
-        fields = [
-            T.StructField(name, spark_type(output.dtype, () if _flat(output) else output.shape))
-            for name, output in outs
-        ]
-        taken = [field.name for field in fields if field.name in schema.names]
-        if taken:
-            raise ColumnError(
-                f"column {taken[0]!r} exists already: drop it, or set prediction_col to another name"
-            )
-        payload, key = self._payload(layout)
-        outputs = tuple(
-            (field.name, arrow_type(field.dataType), _flat(output))
-            for field, (_, output) in zip(fields, outs, strict=True)
+        added = columns_for(specs, self._wanted())
+        _check_names([*schema.names, *(field.name for field, _ in added)])
+        payload, key = self._payload(layout, dataset.sparkSession)
+        serving = Serving(
+            payload,
+            key,
+            inputs,
+            tuple(column for _, column in added),
+            self.getUseGpu(),  # type: ignore[attr-defined]
+            session.import_path(dataset.sparkSession),
         )
-        serving = Serving(payload, key, inputs, outputs, session.import_path(dataset.sparkSession))
 
         def serve(batches: Any) -> Any:
             yield from serving.run(batches)
 
         neutral = dataset.toDF(*(f"c{i}" for i in range(len(schema))))
-        return session.map_in_arrow(neutral, serve, T.StructType([*schema.fields, *fields]), barrier=False)
+        whole = T.StructType([*schema.fields, *(field for field, _ in added)])
+        return session.map_in_arrow(neutral, serve, whole, barrier=False)
 
-    def _form(self, schema: T.StructType) -> tuple[Layout, list[tuple[str, OutputSpec]]]:
-        """How columns feed the model, and name and form of each output."""
+    def _wanted(self) -> Wanted:
+        names = ("prediction_col", "probability_col", "raw_prediction_col", "heads", "threshold")
+        prediction, probability, raw, heads, threshold = (self._value(self._knobs[n]) for n in names)
+        return Wanted(prediction, probability, raw, heads or [], threshold, self.getVectorPrediction())  # type: ignore[attr-defined]
+
+    def _form(self, schema: T.StructType) -> tuple[Layout, tuple[OutputSpec, ...]]:
+        """How columns feed the model, and the form of each output."""
         if (
             self.result is not None
             and self._trained is not None
             and self._trained[1] == self._values(_FEEDING)
         ):
-            layout, specs = self._trained[0], self.result.output_spec
-        else:
-            layout = self._layout_for(columns_of(schema))
-            specs = self._tried(layout)
-        name = self.getPredictionCol()  # type: ignore[attr-defined]
-        return layout, [(name if i == 0 else f"{name}_{i}", spec) for i, spec in enumerate(specs)]
+            return self._trained[0], self.result.output_spec
+        layout = self._layout_for(columns_of(schema))
+        return layout, self._tried(layout)
 
     def _layout_for(self, columns: list[Column]) -> Layout:
         """How these columns feed a model that was not fitted for them; labels and loss play no part."""
-        model = self.getModel()
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)  # a frozen model serves as well
+        model = self._model()
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            model = self.getModel().requires_grad_(True)  # a frozen model serves as well
         label = "label of a model that only predicts"
         spec = TrainSpec(
             model=model,
@@ -165,7 +182,7 @@ class HorovodModel(Model, Knobs, Stored):
                 raise ColumnError(f"the shape of a row of {names} is not known: set shapes={{column: shape}}")
         zeros = [np.zeros((1, *(b.shape or ())), b.dtype) for b in layout.inputs]
         try:
-            outs = run_model(self.getModel(), zeros)
+            outs = run_model(self._model(), zeros)
         except RuntimeError as error:  # what torch raises for shapes and dtypes that do not go together
             given = (f"{b.name} {x.dtype} {x.shape}" for b, x in zip(layout.inputs, zeros, strict=True))
             raise ColumnError(
@@ -174,14 +191,15 @@ class HorovodModel(Model, Knobs, Stored):
             ) from error
         return tuple(OutputSpec(str(o.dtype), o.shape[1:]) for o in outs)
 
-    def _payload(self, layout: Layout) -> tuple[bytes, str]:
-        """What makes the Predictor on the workers, with its hash; made once for each model."""
-        asked = (self._model(), layout, self.getInferenceBatchSize())  # type: ignore[attr-defined]
-        if self._pickled is None or any(a is not b for a, b in zip(asked, self._pickled[0], strict=True)):
-            model, layout, batch_size = asked
+    def _payload(self, layout: Layout, spark: SparkSession) -> tuple[Parcel, str]:
+        """What makes the Predictor on the workers, with its hash; made once for each model and session."""
+        asked = (self._model(), layout, self.getInferenceBatchSize(), spark)  # type: ignore[attr-defined]
+        if self._sent is None or any(a is not b for a, b in zip(asked, self._sent[0], strict=True)):
+            model, layout, batch_size, _ = asked
             payload = dumps(Predictor, (model, layout), {"batch_size": batch_size}, names=["model"])
-            self._pickled = (asked, payload, hashlib.sha256(payload).hexdigest())
-        return self._pickled[1], self._pickled[2]
+            key = hashlib.sha256(payload).hexdigest()
+            self._sent = (asked, Parcel.of(spark, payload), key)
+        return self._sent[1], self._sent[2]
 
 
 def _not_trained(*_: Any) -> Any:
@@ -189,9 +207,13 @@ def _not_trained(*_: Any) -> Any:
     raise AssertionError("a model that only predicts has no optimizer and no loss")
 
 
-def _flat(output: OutputSpec) -> bool:
-    """A row's output is one number."""
-    return math.prod(output.shape) == 1
+def _check_names(names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ColumnError(
+                f"column {name!r} exists already: drop it, or set prediction_col, probability_col or "
+                "raw_prediction_col to another name"
+            )
 
 
 def _inputs(layout: Layout, schema: T.StructType) -> tuple[tuple[int, str], ...]:
@@ -211,3 +233,7 @@ def _inputs(layout: Layout, schema: T.StructType) -> tuple[tuple[int, str], ...]
             )
         found.append((i, name))
     return tuple(found)
+
+
+#: Horovod's name; the loop is chosen by the model's type.
+TorchModel = HorovodModel

@@ -103,9 +103,22 @@ KNOBS: tuple[Knob, ...] = (
     Knob("transform_fn", "function({column: array}) on whole batches, run on the workers", serves=True),
     Knob("transform_cols", "further columns that transform_fn reads", _names, serves=True),
     Knob("validation", "fraction of the rows, or a boolean or 0/1 column that marks them", _number_or_name),
+    Knob("validation_df", "a DataFrame of its own to validate on; it is not saved"),
     Knob("prediction_col", "column that transform adds", _STRING, "prediction", serves=True),
+    Knob("probability_col", "column of class probabilities that transform adds for classifiers; '': none",
+         _STRING, "probability", serves=True),
+    Knob("raw_prediction_col", "column of scores that transform adds for classifiers; '': none",
+         _STRING, "rawPrediction", serves=True),
+    Knob("heads", "what each output is: 'output', 'softmax', ...; default: what the loss says",
+         TypeConverters.toListString, serves=True),
+    Knob("threshold", "of two classes predict 1.0 above this probability, else 0.0; default: predict it",
+         _FLOAT, serves=True),
+    Knob("vector_prediction", "several numbers as a Spark ML vector, not an array",
+         _BOOL, False, serves=True),
+    Knob("use_gpu", "transform on the GPU of the executor, if it has one", _BOOL, True, serves=True),
     # how long, how large
     Knob("num_proc", "number of ranks; default: as many as the cluster has slots", _INT),
+    Knob("start_timeout_s", "seconds to wait while other jobs hold the slots", _FLOAT, 600.0),
     Knob("batch_size", "rows of one rank in one step (32 unless global_batch_size is given)", _INT),
     Knob("global_batch_size", "rows of all ranks in one step", _INT),
     Knob("epochs", "passes over the rows (1 unless max_steps is given)", _INT),
@@ -138,19 +151,27 @@ KNOBS: tuple[Knob, ...] = (
     Knob("verbose", "0: the ranks' own output only", _INT, 1),
 )  # fmt: skip
 
-#: Spark's usual names for a single column.
+#: Spark's usual names for a single column, and Horovod's.
 ALIASES = {
     "featuresCol": "feature_cols",
     "features_col": "feature_cols",
     "labelCol": "label_cols",
     "label_col": "label_cols",
+    "feature_columns": "feature_cols",
+    "label_columns": "label_cols",
     "weightCol": "sample_weight_col",
     "weight_col": "sample_weight_col",
     "random_seed": "seed",
+    "start_timeout": "start_timeout_s",
 }
 
-#: Parameters of the job, not of the training.
-JOB = frozenset({"num_proc", "prediction_col"})
+#: Parameters of the job and of transform, not of the training.
+JOB = frozenset(
+    {
+        "num_proc", "start_timeout_s", "prediction_col", "probability_col", "raw_prediction_col", "heads",
+        "threshold", "vector_prediction", "use_gpu", "validation_df",
+    }
+)  # fmt: skip
 
 
 class Knobs(Params):
@@ -174,6 +195,15 @@ class Knobs(Params):
             self._put(self._knob(name), value)
         return self
 
+    def explainParams(self) -> str:
+        """Name, doc and value of each parameter, also of those that are objects and not Spark Params."""
+        objects = [
+            f"{knob.camel}: {knob.doc} ({_shown(self._objects.get(knob.name))})"
+            for knob in self._knobs.values()
+            if knob.convert is None
+        ]
+        return "\n".join([super().explainParams(), *objects])
+
     def _knob(self, name: str) -> Knob:
         by_name = {**self._knobs, **{k.camel: k for k in self._knobs.values()}}
         knob = by_name.get(ALIASES.get(name, name))
@@ -184,6 +214,8 @@ class Knobs(Params):
         return knob
 
     def _put(self, knob: Knob, value: Any) -> None:
+        if knob.name == "model" and isinstance(value, Knobs):
+            value = value.getModel()  # type: ignore[attr-defined]  # a fitted model: go on from its weights
         if knob.convert is None:
             self._objects = {**self._objects, knob.name: value}
         elif value is None:
@@ -201,6 +233,12 @@ class Knobs(Params):
         """Those of `names` that have a value, by snake_case name."""
         found = {name: self._value(self._knobs[name]) for name in names}
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "undefined"
+    return f"current: {getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def provide(knobs: Iterable[Knob]) -> Callable[[type], type]:

@@ -37,6 +37,8 @@ _CHUNK_NBYTES = 1 << 20
 #: What is in flight at once, whatever the size of the model.
 _PORTION_NBYTES = 32 << 20
 _FORMAT = 1
+#: Lives only as long as its session.
+_NOT_SAVED = frozenset({"validation_df"})
 
 
 class Stored(MLWritable, MLReadable[Any]):
@@ -116,10 +118,11 @@ class Reader(MLReader[Any]):
 
 
 def _pickled(stage: Any, tensors: Path) -> bytes:
+    objects = {name: value for name, value in stage._objects.items() if name not in _NOT_SAVED}
     try:
-        return save_objects(stage._objects, tensors)
+        return save_objects(objects, tensors)
     except Exception:
-        dumps(dict, (dict(stage._objects),), names=[type(stage).__name__])  # says what it is
+        dumps(dict, (objects,), names=[type(stage).__name__])  # says what it is
         raise
 
 
@@ -162,7 +165,7 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[int, bytearray]]:
 
 def _write_bytes(spark: SparkSession, path: str, file: BinaryIO) -> dict[str, Any]:
     """The content of `file` as Parquet; returns what `_read_bytes` checks it against."""
-    digest, nbytes, mode = hashlib.sha256(), 0, "errorifexists"
+    digest, nbytes, mode = hashlib.sha256(), 0, "error"
     portion: list[tuple[int, bytearray]] = []
 
     def flush() -> None:

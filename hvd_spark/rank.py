@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import cloudpickle
 
 from hvd_core import basics
 from hvd_core.launch import report
@@ -18,16 +22,26 @@ def with_shard(payload: bytes, description: bytes, *, fds: list[int]) -> Any:
     return fn(*args, shard=Shard.attach(fds, description), **kwargs)
 
 
-def train(spec: TrainSpec, *, shard: Shard) -> bytes:
-    """Trains; every rank calls it. The `FitResult` as bytes on rank 0, b"" on the others."""
+def train(spec: TrainSpec, changes: Sequence[Mapping[str, Any]], *, shard: Shard) -> list[bytes]:
+    """Trains one model for each of `changes`, what it has other than `spec`; every rank calls it. The
+    `FitResult`s as bytes on rank 0, nothing on the others."""
+    # Training changes the model it is given, so that each further one needs it as it was.
+    untouched = cloudpickle.dumps(spec) if len(changes) > 1 else b""
     basics.init()
     group = basics.default_group()
-    result = fit_shard(spec, shard, group, on_progress=lambda data: report("progress", data))
+    results = []
+    for i, change in enumerate(changes):
+        fresh = pickle.loads(untouched) if i else spec
+        result = fit_shard(
+            replace(fresh, **change), shard, group, on_progress=lambda data: report("progress", data)
+        )
+        if group.rank == 0:
+            results.append(result.to_bytes())
     basics.shutdown()
-    return result.to_bytes() if group.rank == 0 else b""
+    return results
 
 
-def unpickled(value: bytes) -> bytes:
+def unpickled(value: bytes) -> list[bytes]:
     """What `train` returned, as the driver gets it."""
-    data: bytes = pickle.loads(value)
+    data: list[bytes] = pickle.loads(value)
     return data

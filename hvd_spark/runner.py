@@ -26,14 +26,15 @@ def run(
     env: Mapping[str, str] | None = None,
     verbose: int = 1,
     printed: bool = True,
+    start_timeout_s: float = 600.0,
 ) -> list[Any]:
     """Calls `fn(*args, **kwargs)` on `num_proc` ranks at the same time; returns their results by rank.
 
     Inside `fn`, `hvd_core.torch.init()` connects the ranks. num_proc: default is all slots of the cluster.
-    env: names and strings set for each rank. Lines that ranks print appear here as "[rank] line";
-    with printed=False only those of `hvd_core.log_to_driver`. Raises
-    NotEnoughSlots, NotPicklable and InvalidArgument before anything is launched, RankFailed with the first
-    cause. A KeyboardInterrupt ends the ranks.
+    env: names and strings set for each rank. start_timeout_s: how long to wait while other jobs hold the
+    slots. Lines that ranks print appear here as "[rank] line"; with printed=False only those of
+    `hvd_core.log_to_driver`. Raises NotEnoughSlots, NotPicklable and InvalidArgument before anything is
+    launched, RankFailed with the first cause. A KeyboardInterrupt ends the ranks.
     """
     for name, value in (env or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -49,6 +50,7 @@ def run(
         env=dict(env or {}),
         verbose=verbose,
         printed=printed,
+        start_timeout_s=start_timeout_s,
     )
     outcome = launch(spark.range(0, size, 1, size), spec)
     return [pickle.loads(value) for value in outcome.results]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 
 from hvd_core.train.predict import Predictor
+
+from .outputs import OutColumn
+from .parcel import Parcel
 
 #: Models of that many transforms stay loaded in a Python worker.
 _KEPT = 2
@@ -20,58 +23,73 @@ _KEPT = 2
 @dataclass(frozen=True)
 class Serving:
     """payload: from `dumps(Predictor, ...)`; key: its hash. inputs: position in the batch and name of
-    each column the model needs. outputs: name, type and whether a row is one number, of each column to add.
+    each column the model needs. outputs: the columns to add. gpu: use the executor's, if it has one.
     sys_path: where the driver finds modules, if the workers are on its machine.
     """
 
-    payload: bytes
+    payload: Parcel
     key: str
     inputs: tuple[tuple[int, str], ...]
-    outputs: tuple[tuple[str, pa.DataType, bool], ...]
+    outputs: tuple[OutColumn, ...]
+    gpu: bool = True
     sys_path: tuple[str, ...] = ()
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """The function of mapInArrow: every batch with the outputs added."""
         sys.path.extend(entry for entry in self.sys_path if entry not in sys.path)
-        predictor = _predictor(self.key, self.payload)
+        predictor = self._predictor()
         for batch in batches:
             if batch.num_rows == 0:
                 continue
             names = [name for _, name in self.inputs]
             given = pa.RecordBatch.from_arrays([batch.column(i) for i, _ in self.inputs], names=names)
             found = predictor.predict(given)
-            columns = [
-                as_arrow(rows, kind, flat) for rows, (_, kind, flat) in zip(found, self.outputs, strict=True)
-            ]
-            fields = [pa.field(name, kind) for name, kind, _ in self.outputs]
+            columns = [column.of(found) for column in self.outputs]
+            fields = [pa.field(column.name, column.type) for column in self.outputs]
             yield pa.RecordBatch.from_arrays(
                 [*batch.columns, *columns], schema=pa.schema([*batch.schema, *fields])
             )
 
+    def _predictor(self) -> Predictor:
+        device = own_device() if self.gpu else None
+        key = (self.key, device)
+        if key not in _loaded:
+            make, args, kwargs = pickle.loads(self.payload.open())
+            predictor: Predictor = make(*args, **kwargs)
+            if device is not None:
+                predictor.to(device)
+            _loaded[key] = predictor
+            while len(_loaded) > _KEPT:
+                _loaded.popitem(last=False)
+        _loaded.move_to_end(key)
+        return _loaded[key]
 
-_loaded: OrderedDict[str, Predictor] = OrderedDict()
+
+_loaded: OrderedDict[tuple[str, str | None], Predictor] = OrderedDict()
 
 
-def _predictor(key: str, payload: bytes) -> Predictor:
-    if key not in _loaded:
-        make, args, kwargs = pickle.loads(payload)
-        _loaded[key] = make(*args, **kwargs)
-        while len(_loaded) > _KEPT:
-            _loaded.popitem(last=False)
-    _loaded.move_to_end(key)
-    return _loaded[key]
+def own_device() -> str | None:
+    """The torch name of the GPU of this task; None: there is none."""
+    from pyspark import TaskContext
+
+    from hvd_core.train.torch_model import gpu_count
+
+    count = gpu_count()
+    if not count:
+        return None
+    context = TaskContext.get()
+    gpu = context.resources().get("gpu") if context is not None else None
+    return f"cuda:{gpu_index(gpu.addresses if gpu else [], os.environ, count)}"
 
 
-def as_arrow(rows: np.ndarray, kind: pa.DataType, flat: bool) -> pa.Array:
-    """(rows, *shape) as a column of `kind`; `flat`: a row is one number, whatever its shape."""
-    if flat:
-        return pa.array(rows.reshape(len(rows)), kind)
-    types = [kind]
-    while pa.types.is_list(types[-1]):
-        types.append(types[-1].value_type)
-    column = pa.array(np.ascontiguousarray(rows).reshape(-1), types[-1])
-    for axis in range(rows.ndim - 1, 0, -1):
-        width = rows.shape[axis]
-        offsets = np.arange(0, len(column) + 1, width, dtype=np.int32)
-        column = pa.ListArray.from_arrays(pa.array(offsets), column, type=types[axis - 1])
-    return column
+def gpu_index(addresses: list[str], environ: Mapping[str, str], count: int) -> int:
+    """Which of the `count` visible GPUs is meant by Spark's first address.
+
+    Addresses are those of the machine, indices those of CUDA_VISIBLE_DEVICES; without an address the first.
+    """
+    if not addresses:
+        return 0
+    visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if addresses[0] in visible:
+        return visible.index(addresses[0])
+    return int(addresses[0]) if addresses[0].isdigit() and int(addresses[0]) < count else 0

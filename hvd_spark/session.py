@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import sys
 import threading
 import time
@@ -51,13 +52,13 @@ def setting(spark: SparkSession, key: str, default: str = "") -> str:
 
 
 def slots(spark: SparkSession, wanted: int) -> int | None:
-    """How many tasks can run at once; None when that cannot be known (Connect).
+    """How many tasks can run at once; None when that cannot be known (Connect, unless settings say it).
 
     Waits a few seconds for executors to register while there are fewer than `wanted`, except in local mode.
     """
     context = context_of(spark)
     if context is None:
-        return None
+        return _slots_by_settings(spark)
     deadline = time.monotonic() + (0 if is_local(context) else _SLOTS_WAIT_S)
     while True:
         try:
@@ -69,6 +70,20 @@ def slots(spark: SparkSession, wanted: int) -> int | None:
         if found >= wanted or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
+
+
+def _slots_by_settings(spark: SparkSession) -> int | None:
+    """From the master `local[N]`, or from a fixed number of executors."""
+    try:
+        cpus = int(setting(spark, "spark.task.cpus", "1"))
+        local = re.fullmatch(r"local\[(\d+)(,\s*\d+)?\]", setting(spark, "spark.master"))
+        if local is not None:
+            return int(local[1]) // cpus
+        instances = int(setting(spark, "spark.executor.instances", "0"))
+        cores = int(setting(spark, "spark.executor.cores", "0"))
+        return instances * (cores // cpus) or None
+    except ValueError:
+        return None
 
 
 def is_local(context: Any) -> bool:
@@ -156,6 +171,20 @@ def _no_pandas_needed() -> Iterator[None]:
         functions.require_minimum_pandas_version = check
 
 
+def _before_4(spark: SparkSession) -> bool:
+    return int(str(spark.version).partition(".")[0]) < 4
+
+
+def thread(spark: SparkSession, target: Callable[[], Any]) -> threading.Thread:
+    """One that may talk to Spark; it leaves no connection behind."""
+    from pyspark import InheritableThread
+
+    own = {} if _before_4(spark) else {"session": spark}
+    made: threading.Thread = InheritableThread(target, **own)
+    made.daemon = True
+    return made
+
+
 class Job:
     """An action run in a thread of its own, so that the caller can watch it and a Ctrl-C reaches the caller.
 
@@ -164,23 +193,20 @@ class Job:
     """
 
     def __init__(self, spark: SparkSession, tag: str, description: str, action: Callable[[], Any]):
-        from pyspark import InheritableThread
-
         self._spark, self._tag, self._description, self._action = spark, tag, description, action
         self._context = context_of(spark)
         self._outcome: tuple[Any, BaseException | None] | None = None
         self._wake_read, self._wake_write = os.pipe()
-        self._thread: threading.Thread = InheritableThread(self._run, session=spark)
-        self._thread.daemon = True
+        self.thread = thread(spark, self._run)
 
     def __enter__(self) -> Job:
-        self._thread.start()
+        self.thread.start()
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is not None and not self.done:
             self.cancel()
-        self._thread.join()
+        self.thread.join()
         os.close(self._wake_read)
 
     def fileno(self) -> int:

@@ -36,6 +36,7 @@ from hvd_core.world import World
 
 from . import rows
 from .feed import Address, FeedClient
+from .parcel import Parcel
 
 #: A rank gets this long to leave by itself when another one failed.
 _GRACE_S = 0.1
@@ -51,8 +52,9 @@ _FOREVER_S = 1e9
 class JobPlan:
     """What the driver tells every task.
 
-    payload: cloudpickle of (fn, args, kwargs); only the rank unpickles it. With a `layout` the rows are
-    packed into a shard and the rank calls `fn(*args, shard=shard, **kwargs)`; without one they are ignored.
+    payload: holds a cloudpickle of (fn, args, kwargs); only the rank unpickles it. With a `layout` the rows
+    are packed into a shard and the rank calls `fn(*args, shard=shard, **kwargs)`; without one they are
+    ignored.
     token: the job's secret, 32 bytes. preload: modules that the template imports before ranks are forked.
     sys_path: where the driver finds modules, when tasks run on its machine: functions travel by name then.
     beat_s: yield a row at least this often; None: no need.
@@ -60,7 +62,7 @@ class JobPlan:
 
     size: int
     token: bytes
-    payload: bytes
+    payload: Parcel
     layout: train.Layout | None = None
     preload: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
@@ -149,14 +151,14 @@ class _Task:
         self.feed = FeedClient.connect(plan.feed, plan.token, self.rank)
         if self.feed is not None:
             stack.callback(self.feed.close)
-        payload, taken = plan.payload, 0
+        payload, taken = plan.payload.open(), 0
         fds: tuple[int, ...] = ()
         if plan.layout is not None:
             from .rank import with_shard  # needs more than a plain run does
 
             shard = self._pack(plan.layout, batches)
             taken, fds = shard.rows, tuple(shard.fds)
-            payload = cloudpickle.dumps((with_shard, (plan.payload, shard.description), {}))
+            payload = cloudpickle.dumps((with_shard, (payload, shard.description), {}))
         for _ in batches:
             pass  # Spark uses a worker again only if it has read its input to the end
         listener = Listener.bind(plan.config)

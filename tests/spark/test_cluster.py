@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from . import cluster_job, jobs
-
-
-def started(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, cluster_job.__file__, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def facts(process: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
-    """What the driver told, by case."""
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert process.returncode == 0, err[-3000:]
-    return {fact.pop("case"): fact for fact in told}
+from .drivers import facts, started
 
 
 @pytest.fixture(scope="module")
 def cluster() -> dict[str, Any]:
-    return facts(started("local-cluster[2,1,1024]", "cases"), 200)
+    return facts(started(cluster_job.__file__, "local-cluster[2,1,1024]", "cases"), 200)
 
 
 @pytest.mark.cluster
@@ -77,7 +53,7 @@ def test_r21_exit_without_a_word_on_a_cluster(cluster: dict[str, Any]) -> None:
 def test_ctrl_c_at_the_driver(tmp_path: Path) -> None:
     fifo = tmp_path / "word"
     with jobs.on_word(fifo, lambda word: word and os.killpg(process.pid, signal.SIGINT)):
-        process = started("local[2]", "sleep", str(fifo))
+        process = started(cluster_job.__file__, "local[2]", "sleep", str(fifo))
         found = facts(process, 110)
     assert found["interrupted"]["gone"]
     assert found["again"]["got"] == [3.0, 3.0]

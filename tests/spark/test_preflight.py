@@ -77,6 +77,10 @@ def test_dynamic_allocation_is_named(spark: Any, monkeypatch: Any) -> None:
 
 def test_slots_unknown_as_in_connect(spark: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(session, "context_of", lambda spark: None)
+    assert preflight.check_cluster(spark, None) == 2, "what local[2] says"
+    with pytest.raises(NotEnoughSlots, match="7 ranks need 7 slots"):
+        preflight.check_cluster(spark, 7)
+    monkeypatch.setattr(session, "setting", lambda spark, key, default="": default)
     assert preflight.check_cluster(spark, 7) == 7
     with pytest.raises(PreflightError, match="set num_proc"):
         preflight.check_cluster(spark, None)

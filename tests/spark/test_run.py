@@ -262,3 +262,27 @@ def tcp_addresses(endpoints: str) -> set[tuple[str, int]]:
     import re
 
     return {(host, int(port)) for host, port in re.findall(r"(\d+\.\d+\.\d+\.\d+):(\d+)", endpoints)}
+
+
+def test_r19_busy_slots(spark: Any, capfd: Any, tmp_path: Path) -> None:
+    """Another job holds both slots until the test lets go of them."""
+    fifo = tmp_path / "hold"
+    os.mkfifo(fifo)
+
+    def hold(_: int) -> None:
+        with open(fifo) as pipe:
+            pipe.read()
+
+    holder = threading.Thread(target=lambda: spark.sparkContext.parallelize(range(2), 2).foreach(hold))
+    holder.start()
+    pipe = open(fifo, "w")  # noqa: SIM115  opens once a task has opened it
+    started = time.monotonic()
+    try:
+        with pytest.raises(NotEnoughSlots, match=r"waited \d+ s for 2 slots.*start_timeout_s=6"):
+            hvd_spark.run(jobs.greet, ("hello",), num_proc=2, start_timeout_s=6)
+        assert time.monotonic() - started < 15
+        assert "waiting for 2 slots" in capfd.readouterr().err
+    finally:
+        pipe.close()
+        holder.join(30)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]

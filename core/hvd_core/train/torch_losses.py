@@ -38,12 +38,19 @@ _FUNCTIONS: dict[Any, type[_Loss]] = {
 }  # fmt: skip
 
 
+#: What the output means that a loss is given; "output" for the others (see predict.HEADS).
+_HEADS: tuple[tuple[type[_Loss], str], ...] = (
+    (nn.CrossEntropyLoss, "softmax"), (nn.NLLLoss, "log_softmax"), (nn.MultiMarginLoss, "scores"),
+    (nn.BCEWithLogitsLoss, "sigmoid"), (nn.BCELoss, "probability"),
+)  # fmt: skip
+
+
 class Term:
     """One loss of one label.
 
     how: "rows" (mean over rows or elements), "counted" (mean over class weights), "sum", or of a function
     of the user's: "mean", "total", "custom". class_numbers: the label is int64 and has one dimension less
-    than the output.
+    than the output. head: what the output means to this loss.
     """
 
     def __init__(self, loss: Callable[..., Any], reduction: str | None, label: str):
@@ -51,6 +58,7 @@ class Term:
         self.label = label
         known = _known(loss)
         self.class_numbers = isinstance(known, _CLASS_NUMBERS)
+        self.head = next((head for kind, head in _HEADS if isinstance(known, kind)), "output")
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self._unreduced: Any = None
         self._per_row = False

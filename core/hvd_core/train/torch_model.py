@@ -92,14 +92,15 @@ def outputs_of(value: Any) -> list[Tensor]:
     return list(values)
 
 
-def run_model(model: nn.Module, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Outputs in inference mode, in the output's dtype (bfloat16 as float32). The model's mode is put
-    back."""
+def run_model(model: nn.Module, inputs: Sequence[np.ndarray], device: str | None = None) -> list[np.ndarray]:
+    """Outputs in inference mode, in the output's dtype (bfloat16 as float32). The model's mode is put back.
+    device: where the model is, when it is not the CPU."""
     was_training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            outputs = outputs_of(model(*to_tensors(inputs, float_dtype(model))))
+            tensors = to_tensors(inputs, float_dtype(model))
+            outputs = outputs_of(model(*(t if device is None else t.to(device) for t in tensors)))
             arrays = [(o.float() if o.dtype is torch.bfloat16 else o).cpu().numpy() for o in outputs]
     finally:
         model.train(was_training)
@@ -108,6 +109,11 @@ def run_model(model: nn.Module, inputs: Sequence[np.ndarray]) -> list[np.ndarray
         if array.ndim == 0 or len(array) != rows:
             raise LossError(f"the model returned shape {array.shape} for {rows} rows; rows must come first")
     return arrays
+
+
+def gpu_count() -> int:
+    """GPUs that torch can use here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
