@@ -85,7 +85,7 @@ struct Rank {
       Require(arena->AddSegment(r, 0, control.value()).ok(), "no arena");
       tensors.push_back(tensor.value());
     }
-    Require(arena->OpenPeers(Arena::Reads::kOtherProcesses, 0, kNeverGiveUp).ok(), "no arena");
+    Together();
   }
 
   void Together() { Require(arena->ArriveAndAwait(kNeverGiveUp).ok(), "lost a rank"); }
@@ -151,7 +151,7 @@ void RaceArena(Rank& me, size_t pairs) {
 }
 
 void RaceWays(Rank& me, size_t pairs) {
-  if (me.rank == 0) std::printf("nbytes inline oneshot staged reads (0: not possible)\n");
+  if (me.rank == 0) std::printf("nbytes inline oneshot staged (0: not possible)\n");
   for (size_t nbytes = 4; nbytes <= 64 << 20; nbytes *= 4) {
     const size_t count = nbytes / sizeof(float);
     std::vector<float> data(count);
@@ -169,8 +169,7 @@ void RaceWays(Rank& me, size_t pairs) {
     me.Print(nbytes,
              me.Race(std::min<size_t>(turns, 20 * pairs), [&] { std::fill(data.begin(), data.end(), 1.0f); },
                      {call(AllreduceInline, nbytes <= Arena::kInlineNbytes),
-                      call(AllreduceOneShot, nbytes <= Arena::kSlotNbytes), call(AllreduceStaged, true),
-                      call(AllreduceByReads, me.arena->peers() != nullptr)}));
+                      call(AllreduceOneShot, nbytes <= Arena::kSlotNbytes), call(AllreduceStaged, true)}));
   }
 }
 

@@ -56,6 +56,31 @@ void ForEachPart(size_t tensors, CountOf count_of, Range range, Visit visit) {
   }
 }
 
+// The tensors of a fused batch, found fast wherever a range of it begins.
+class Batch {
+ public:
+  explicit Batch(std::span<const Piece> pieces) : pieces_(pieces) {
+    ends_.reserve(pieces.size());
+    for (const Piece& piece : pieces) ends_.push_back(count() + piece.count);
+  }
+  size_t count() const { return ends_.empty() ? 0 : ends_.back(); }
+
+  // Calls visit(piece, first, count) for the elements of each tensor that lie in `range`, in order.
+  template <class Visit>
+  void ForEach(Range range, Visit visit) const {
+    auto i = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), range.begin) - ends_.begin());
+    for (size_t at = range.begin; at < range.end; ++i) {
+      const size_t end = std::min(range.end, ends_[i]);
+      if (at < end) visit(pieces_[i], at - (ends_[i] - pieces_[i].count), end - at);
+      at = end;
+    }
+  }
+
+ private:
+  std::span<const Piece> pieces_;
+  std::vector<size_t> ends_;
+};
+
 template <class Pieces>
 size_t CountOf(const Pieces& pieces) {
   size_t count = 0;

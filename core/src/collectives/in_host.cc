@@ -2,85 +2,13 @@
 
 #include <cstring>
 
-#include "collectives/direct.h"
-
 namespace hvd {
-namespace {
-
-// Addresses of one rank in its table: those of `in` in the first half, those of `out` in the second.
-constexpr size_t kMostPieces = Arena::kTableEntries / 2;
-// Tensors of a batch are read if they hold so much on average; smaller ones cost more in the kernel than two
-// copies. 4 MiB at n=2, staged against read, on a busy machine: 7.6 against 13.4 ms in pieces of 4 KiB, 8.2
-// against 5.4 of 16 KiB, 5.3 against 2.8 of 64 KiB.
-constexpr size_t kLeastReadNbytes = 10 << 10;
-
-// Says where this rank has its tensors, and waits for the others to say it. *readable: they can be read on
-// every rank.
-Status ShareAddresses(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, bool* readable) {
-  uint64_t* table = arena.table(arena.rank());
-  bool mine = true;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    table[i] = reinterpret_cast<uintptr_t>(pieces[i].in);
-    table[kMostPieces + i] = reinterpret_cast<uintptr_t>(pieces[i].out);
-    if (pieces[i].count == 0) continue;
-    mine = mine && PeerMemory::IsReadable(pieces[i].in) &&
-           (pieces[i].in == pieces[i].out || PeerMemory::IsReadable(pieces[i].out));
-  }
-  *arena.inlined(arena.rank(), arena.next_step()) = std::byte{mine};
-  const uint32_t step = arena.Arrive();
-  HVD_RETURN_IF_ERROR(arena.Await(step, tick));
-  *readable = true;
-  for (int rank = 0; rank < arena.size(); ++rank)
-    *readable = *readable && *arena.inlined(rank, step) != std::byte{0};
-  return Status::Ok();
-}
-
-}  // namespace
-
-Status AllreduceByReads(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
-                        ReduceOp op, const Scale& scale) {
-  while (pieces.size() > kMostPieces) {
-    HVD_RETURN_IF_ERROR(AllreduceByReads(arena, tick, pieces.first(kMostPieces), dtype, op, scale));
-    pieces = pieces.subspan(kMostPieces);
-  }
-  bool readable = false;
-  HVD_RETURN_IF_ERROR(ShareAddresses(arena, tick, pieces, &readable));
-  if (!readable) return AllreduceStaged(arena, tick, pieces, dtype, op, scale);
-  const int size = arena.size();
-  std::vector<size_t> counts;
-  for (const Piece& piece : pieces) counts.push_back(piece.count);
-  std::vector<const uint64_t*> in, out;
-  for (int rank = 0; rank < size; ++rank) {
-    in.push_back(arena.table(rank));
-    out.push_back(arena.table(rank) + kMostPieces);
-  }
-  const PeerBatch batch{*arena.peers(), arena.rank(), dtype, counts, in, out};
-  const auto slice = [&](int rank) { return SliceOf({0, CountOf(pieces)}, ItemSize(dtype), rank, size); };
-  // Not used otherwise while no chunk is staged.
-  const std::span<std::byte> scratch(arena.staging(arena.rank(), 0), 2 * arena.chunk_nbytes());
-  const Status read = InPhase(arena.phases(), Phase::kReduce,
-                              [&] { return ReduceRange(batch, slice(arena.rank()), op, scale, scratch); });
-  if (!read.ok()) return arena.Explain(read, tick);
-  const uint32_t reduced = arena.Arrive();
-  for (int i = 1; i < size; ++i) {
-    const int owner = (arena.rank() + i) % size;
-    HVD_RETURN_IF_ERROR(arena.AwaitRank(owner, reduced, tick));
-    const Status fetched =
-        InPhase(arena.phases(), Phase::kCopyOut, [&] { return FetchRange(batch, owner, slice(owner)); });
-    if (!fetched.ok()) return arena.Explain(fetched, tick);
-  }
-  HVD_RETURN_IF_ERROR(arena.CheckNobodyDied(tick));
-  return arena.ArriveAndAwait(tick);
-}
-
 Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
                  ReduceOp op, const Scale& scale) {
   const size_t nbytes = CountOf(pieces) * ItemSize(dtype);
   if (nbytes == 0) return Status::Ok();
   if (nbytes <= Arena::kInlineNbytes) return AllreduceInline(arena, tick, pieces, dtype, op, scale);
   if (nbytes <= Arena::kSlotNbytes) return AllreduceOneShot(arena, tick, pieces, dtype, op, scale);
-  if (arena.peers() != nullptr && nbytes / pieces.size() >= kLeastReadNbytes)
-    return AllreduceByReads(arena, tick, pieces, dtype, op, scale);
   return AllreduceStaged(arena, tick, pieces, dtype, op, scale);
 }
 

@@ -13,7 +13,7 @@ namespace hvd {
 // call the same function with the same sizes at the same time. Not ok means that the ranks no longer agree on
 // the step, so the Group is dead; outputs are then undefined.
 
-// Every way below gives the bits of Reduce. Chooses one by size, and by what is permitted here.
+// Every way below gives the bits of Reduce. Chooses one by size.
 Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
                  ReduceOp op, const Scale& scale);
 
@@ -30,12 +30,9 @@ Status AllreduceInline(Arena& arena, const Arena::Tick& tick, std::span<const Pi
                        ReduceOp op, const Scale& scale);
 Status AllreduceOneShot(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
                         ReduceOp op, const Scale& scale);
-// Rank r reads slice r of the batch from the memory of the others, and then their finished slices. Needs
-// arena.peers(). Falls back to staging if a tensor is of memory that cannot be read, such as a driver's.
-Status AllreduceByReads(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
-                        ReduceOp op, const Scale& scale);
-// Always works: the batch passes through the staging buffers chunk by chunk; copying in the next chunk
-// overlaps with waiting for the others. Traffic at memory level: about 2 x, the rest stays in L2.
+// The batch passes through the staging buffers chunk by chunk: a rank copies the slices of the others in,
+// reduces its own into its tensors and back over what the others copied in, and copies the others' out.
+// Traffic at memory level: about 2 x, the rest stays in L2.
 Status AllreduceStaged(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
                        ReduceOp op, const Scale& scale);
 

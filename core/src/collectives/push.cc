@@ -3,6 +3,9 @@
 namespace hvd {
 namespace {
 
+// What is reduced between two looks at the time: milliseconds.
+constexpr size_t kPartNbytes = 16 << 20;
+
 // Reduces `range` of the batch and writes the result to every rank.
 void ReduceForAll(std::span<const ArenaPiece> pieces, Range range, DType dtype, ReduceOp op,
                   const Scale& scale) {
@@ -23,7 +26,12 @@ Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const A
                         DType dtype, ReduceOp op, const Scale& scale) {
   const Range mine = SliceOf({0, CountOf(pieces)}, ItemSize(dtype), arena.rank(), arena.size());
   HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
-  InPhase(arena.phases(), Phase::kReduce, [&] { ReduceForAll(pieces, mine, dtype, op, scale); });
+  const size_t each = kPartNbytes / ItemSize(dtype);
+  for (size_t i = 0; i * each < mine.size(); ++i) {
+    if (i > 0) HVD_RETURN_IF_ERROR(arena.Beat(tick));
+    InPhase(arena.phases(), Phase::kReduce,
+            [&] { ReduceForAll(pieces, Part(mine, each, i), dtype, op, scale); });
+  }
   return arena.ArriveAndAwait(tick);
 }
 

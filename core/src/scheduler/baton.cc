@@ -301,7 +301,6 @@ void Scheduler::End() {
 }
 
 void Scheduler::Die(const Status& status, bool tell_peers) {
-  arena_->SetDead();  // before anything pending is given back
   if (tell_peers) {
     Writer payload;
     payload.Put(static_cast<uint8_t>(status.code()));

@@ -25,8 +25,6 @@ constexpr auto kTick = std::chrono::milliseconds(20);
 // Measured with 4 ranks on 2 cores: pure spinning costs 24-32 ms a step, this 4-7 us (core.md §4).
 constexpr int kSpins = 50;
 constexpr int kYields = 10;
-// How long to listen for the reason why a rank has left.
-constexpr auto kLastWords = std::chrono::seconds(1);
 
 size_t RoundUp(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
@@ -53,11 +51,10 @@ double CgroupCpus() {
   return fields == 2 && period > 0 ? quota / period : 0;
 }
 
-// A control segment: Control, mailbox, two slots, table, two staging buffers.
+// A control segment: Control, mailbox, two slots, two staging buffers.
 constexpr size_t kMailboxAt = kPage;
 constexpr size_t kSlotsAt = kMailboxAt + Arena::kMailboxNbytes;
-constexpr size_t kTableAt = kSlotsAt + 2 * Arena::kSlotNbytes;
-constexpr size_t kBeforeStaging = kTableAt + Arena::kTableEntries * sizeof(uint64_t);
+constexpr size_t kBeforeStaging = kSlotsAt + 2 * Arena::kSlotNbytes;
 static_assert(kBeforeStaging % kPage == 0);
 
 }  // namespace
@@ -173,10 +170,6 @@ std::byte* Arena::slot(int rank, uint32_t step) const {
   return controls_[static_cast<size_t>(rank)]->data() + kSlotsAt + step % 2 * kSlotNbytes;
 }
 
-uint64_t* Arena::table(int rank) const {
-  return reinterpret_cast<uint64_t*>(controls_[static_cast<size_t>(rank)]->data() + kTableAt);
-}
-
 std::byte* Arena::staging(int rank, int buffer) const {
   return controls_[static_cast<size_t>(rank)]->data() + kBeforeStaging +
          static_cast<size_t>(buffer) * chunk_nbytes_;
@@ -215,31 +208,6 @@ bool Arena::ReadsEveryNonce(const PeerMemory& peers) const {
     if (!peers.Read(rank, {&copy, 1}).ok() || seen != peer.nonce) return false;
   }
   return true;
-}
-
-void Arena::SetDead() {
-  // An exchange and no store: what the owner does with its memory from now on comes after it, for everybody.
-  control(rank_)->dead.exchange(1, std::memory_order_seq_cst);
-}
-
-Status Arena::CheckNobodyDied(const Tick& tick) const {
-  for (int rank = 0; rank < size(); ++rank) {
-    // Written, not only loaded, so that no machine moves the reads before it to after it.
-    if (rank == rank_ || control(rank)->dead.fetch_or(0, std::memory_order_seq_cst) == 0) continue;
-    return Explain(Status(Code::kPeerLost, "a rank of this host left in the middle of a collective"), tick);
-  }
-  return Status::Ok();
-}
-
-Status Arena::Explain(const Status& failure, const Tick& tick) const {
-  const auto deadline = std::chrono::steady_clock::now() + kLastWords;
-  while (std::chrono::steady_clock::now() < deadline) {
-    for (int rank = 0; rank < size(); ++rank) {
-      if (rank != rank_) HVD_RETURN_IF_ERROR(tick(rank));
-    }
-    ::sched_yield();
-  }
-  return failure;
 }
 
 uint32_t Arena::Arrive() {
@@ -292,6 +260,13 @@ Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
     if (reached()) return Status::Ok();
     if (!status.ok()) return status;
   }
+}
+
+Status Arena::Beat(const Tick& tick) {
+  const auto now = std::chrono::steady_clock::now();
+  if (now - last_beat_ < kTick) return Status::Ok();
+  last_beat_ = now;
+  return tick(rank_);
 }
 
 }  // namespace hvd

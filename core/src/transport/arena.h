@@ -104,9 +104,6 @@ class Arena {
   std::byte* inlined(int rank, uint32_t step) const { return control(rank)->line[step % 2].payload; }
   static constexpr size_t kSlotNbytes = 16 << 10;
   std::byte* slot(int rank, uint32_t step) const;
-  // kTableEntries that `rank` writes and the others read, such as the addresses of its tensors.
-  static constexpr size_t kTableEntries = 4096;
-  uint64_t* table(int rank) const;
 
   // The step that Arrive() will reach.
   uint32_t next_step() const { return step_ + 1; }
@@ -118,21 +115,13 @@ class Arena {
   // Whether they have; does not wait.
   bool Reached(uint32_t step) const;
   Status ArriveAndAwait(const Tick& tick) { return Await(Arrive(), tick); }
+  // For a rank that works for long and awaits nobody: calls tick, with this rank, if a few milliseconds have
+  // gone by since it was last called here.
+  Status Beat(const Tick& tick);
 
   // Where collectives over this arena note what they spend their time with; null if nobody looks.
   void ShowPhases(Phases* phases) { phases_ = phases; }
   Phases* phases() const { return phases_; }
-
-  // Says that this rank's Group is dead or closed. To be called before its pending tensors are given back: a
-  // peer may be reading them.
-  void SetDead();
-  // Not ok if a rank has said so, with the reason that tick has, if it hears one soon. Whoever read memory of
-  // peers asks after its last read, before it arrives at the step that lets them go on: ok means that all it
-  // read was still theirs.
-  Status CheckNobodyDied(const Tick& tick) const;
-  // The reason behind a failure, as tick hears it; the failure itself if it hears none soon. Memory that can
-  // no longer be read may be that of a rank which has ended because it knew the reason earlier.
-  Status Explain(const Status& failure, const Tick& tick) const;
 
  private:
   struct alignas(64) Line {
@@ -145,7 +134,6 @@ class Arena {
   struct Control {
     Line line[2];
     alignas(64) std::atomic<uint32_t> sleepers;
-    alignas(64) std::atomic<uint32_t> dead;
     alignas(64) std::atomic<uint32_t> can_read_all;
     int32_t process;
     uint64_t nonce_address, nonce;
@@ -162,6 +150,7 @@ class Arena {
   const size_t chunk_nbytes_;
   const bool eager_cpus_;
   uint32_t step_ = 0;
+  std::chrono::steady_clock::time_point last_beat_{};
   std::shared_ptr<Segment> control_;
   std::vector<std::shared_ptr<Segment>> controls_;
   std::vector<std::unordered_map<uint32_t, std::shared_ptr<Segment>>> segments_;

@@ -111,13 +111,6 @@ Status PeerMemory::Read(int rank, std::span<const Copy> copies) const {
   return Status::Ok();
 }
 
-bool PeerMemory::IsReadable(const void* at) {
-  std::byte byte;
-  const iovec local{&byte, 1};
-  const iovec remote{const_cast<void*>(at), 1};
-  return ::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == 1;
-}
-
 Status PeerMemory::Lost(int rank, int error) const {
   const std::string who = "rank " + std::to_string(first_rank_ + rank);
   if (error == ESRCH) return Status(Code::kPeerLost, "lost " + who + ": its process has ended");

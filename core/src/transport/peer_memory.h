@@ -38,9 +38,6 @@ class PeerMemory {
   // Copies from the memory of local rank `rank`. Not ok: kPeerLost, with that rank. What the peer writes
   // meanwhile may be seen in part.
   Status Read(int rank, std::span<const Copy> copies) const;
-  // False if memory of this process cannot be read this way although it is there, such as what a device
-  // driver maps.
-  static bool IsReadable(const void* at);
 
  private:
   Status Lost(int rank, int error) const;
