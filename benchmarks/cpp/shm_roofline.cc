@@ -63,7 +63,7 @@ struct Rank {
   std::vector<std::shared_ptr<Segment>> tensors;  // of every rank
 
   Rank(int rank_, int size_, Meeting& meeting_, size_t nbytes) : rank(rank_), size(size_), meeting(meeting_) {
-    auto created = Arena::Create(rank, size, 256 << 10, HasCpusFor(size));
+    auto created = Arena::Create(rank, size, 256 << 10);
     Require(created.ok(), "no shared memory");
     arena = std::move(created).value();
     auto own = Segment::Create(nbytes);
@@ -85,7 +85,7 @@ struct Rank {
       Require(arena->AddSegment(r, 0, control.value()).ok(), "no arena");
       tensors.push_back(tensor.value());
     }
-    Together();
+    Require(arena->OpenPeers(Arena::Reads::kOff, 0, kNeverGiveUp).ok(), "no arena");
   }
 
   void Together() { Require(arena->ArriveAndAwait(kNeverGiveUp).ok(), "lost a rank"); }
@@ -187,7 +187,7 @@ int Main(int argc, char** argv) {
     if (::fork() == 0) rank = r;
   }
   if (rank != 0) ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (HasCpusFor(size)) {
+  if (OneForEach(std::vector(static_cast<size_t>(size), Cpus::OfThisThread()))) {
     cpu_set_t allowed, one;
     ::sched_getaffinity(0, sizeof allowed, &allowed);
     int cpu = 0;

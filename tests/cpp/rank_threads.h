@@ -59,8 +59,7 @@ using Arenas = std::vector<std::unique_ptr<Arena>>;
 // Those of the ranks of one host.
 inline Arenas ConnectedArenas(int size, size_t chunk_nbytes) {
   Arenas arenas;
-  for (int rank = 0; rank < size; ++rank)
-    arenas.push_back(Arena::Create(rank, size, chunk_nbytes, false).value());
+  for (int rank = 0; rank < size; ++rank) arenas.push_back(Arena::Create(rank, size, chunk_nbytes).value());
   for (auto& arena : arenas) {
     for (int peer = 0; peer < size; ++peer) {
       if (peer == arena->rank()) continue;  // has its own already

@@ -113,8 +113,7 @@ class Ranks {
     for (int rank = 0; rank < SizeOf(layout); ++rank) {
       topologies_.push_back(At(layout, rank));
       const Topology& here = topologies_.back();
-      arenas_.push_back(
-          Arena::Create(here.local_rank, here.local_size(), options.chunk_nbytes, false).value());
+      arenas_.push_back(Arena::Create(here.local_rank, here.local_size(), options.chunk_nbytes).value());
     }
     links_.resize(topologies_.size());
     for (size_t rank = 0; rank < topologies_.size(); ++rank) Connect(rank);

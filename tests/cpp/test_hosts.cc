@@ -264,7 +264,7 @@ void MeetOverABreakingLink(const Layout& layout, int a, int b, int calls, int* f
   std::atomic<int> failed = 0;
   OnEveryRank(size, [&](int rank) {
     const Topology t = At(layout, rank);
-    auto arena = Arena::Create(t.local_rank, t.local_size(), 4096, false).value();
+    auto arena = Arena::Create(t.local_rank, t.local_size(), 4096).value();
     Scheduler scheduler({rank, size, 1 << 20, Seconds(30), Seconds(20)}, t,
                         std::move(net.ranks[static_cast<size_t>(rank)]), std::move(arena), {});
     const auto begin = Clock::now();
@@ -380,7 +380,7 @@ TEST(a_hundred_and_twenty_eight_ranks_connect_and_agree) {
   OnEveryRank(size, [&](int rank) {
     Rank& r = ranks[static_cast<size_t>(rank)];
     const Topology t = At(layout, rank);
-    auto arena = Arena::Create(t.local_rank, t.local_size(), 4096, false).value();
+    auto arena = Arena::Create(t.local_rank, t.local_size(), 4096).value();
     r.scheduler = std::make_unique<Scheduler>(SchedulerOptions{rank, size, 1 << 20, Seconds(30), Seconds(60)},
                                               t, std::move(r.exchange), std::move(arena), std::move(r.data));
     const auto request = std::make_shared<const Request>(Barrier("everyone"));

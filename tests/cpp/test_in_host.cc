@@ -176,6 +176,25 @@ TEST(reads_are_used_only_if_every_rank_may_read) {
   for (auto& arena : arenas) CHECK(arena->peers() == nullptr);
 }
 
+Cpus Allowed(std::initializer_list<int> list, double quota = 0) {
+  Cpus cpus;
+  CPU_ZERO(&cpus.allowed);
+  for (const int cpu : list) CPU_SET(static_cast<size_t>(cpu), &cpus.allowed);
+  cpus.quota = quota;
+  return cpus;
+}
+
+TEST(ranks_with_a_cpu_for_each_are_told_from_ranks_that_share) {
+  const auto one_for_each = [](std::vector<Cpus> ranks) { return OneForEach(ranks); };
+  CHECK(one_for_each({Allowed({0, 1}), Allowed({0, 1})}));
+  CHECK(one_for_each({Allowed({7}), Allowed({3})}));                      // pinned
+  CHECK(one_for_each({Allowed({0, 1}), Allowed({0, 2}), Allowed({0})}));  // the first two give way
+  CHECK(!one_for_each({Allowed({0, 1}), Allowed({0, 1}), Allowed({0, 1})}));
+  CHECK(!one_for_each({Allowed({0}), Allowed({0}), Allowed({1, 2, 3})}));
+  CHECK(!one_for_each({Allowed({0, 1}, 1.5), Allowed({0, 1})}));
+  CHECK(one_for_each({Allowed({0, 1}, 2), Allowed({0, 1}, 2)}));
+}
+
 // Between chunks a rank still listens: what tick says ends a long batch that nobody waits in.
 TEST(a_long_batch_ticks_and_ends_when_told_to) {
   const Arenas arenas = ConnectedArenas(1, 4096);

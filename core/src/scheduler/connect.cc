@@ -114,7 +114,7 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
   }
   // A window that travels between hosts is to hold several chunks for each slice.
   const size_t staging_nbytes = options.chunk_nbytes * (t.hosts() > 1 ? 4 : 1);
-  auto arena = Arena::Create(t.local_rank, t.local_size(), staging_nbytes, HasCpusFor(t.local_size()));
+  auto arena = Arena::Create(t.local_rank, t.local_size(), staging_nbytes);
   if (!arena.ok()) return arena.status();
   HVD_RETURN_IF_ERROR(ShareControlSegments(t, *exchange, *arena.value(), connecting));
   HVD_RETURN_IF_ERROR(OpenPeers(*exchange, *arena.value(), t.leader(t.host), options.peer_reads, connecting));

@@ -18,7 +18,7 @@ Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
                      std::unique_ptr<Exchange> exchange, std::unique_ptr<Arena> arena, DataLinks links)
     : options_(options),
       topology_(topology),
-      spins_(HasCpusFor(topology.local_size()) ? kSpins : 1),
+      spins_(arena->has_cpu_for_each() ? kSpins : 1),
       exchange_(std::move(exchange)),
       arena_(std::move(arena)),
       collectives_(

@@ -2,14 +2,12 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <new>
 
@@ -41,16 +39,6 @@ void FutexWakeAll(std::atomic<uint32_t>& word) {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
-// Whole CPUs of the cgroup v2 quota of this process; 0 if there is none.
-double CgroupCpus() {
-  std::FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r");
-  if (file == nullptr) return 0;
-  double quota = 0, period = 0;
-  const int fields = std::fscanf(file, "%lf %lf", &quota, &period);
-  std::fclose(file);
-  return fields == 2 && period > 0 ? quota / period : 0;
-}
-
 // A control segment: Control, mailbox, two slots, two staging buffers.
 constexpr size_t kMailboxAt = kPage;
 constexpr size_t kSlotsAt = kMailboxAt + Arena::kMailboxNbytes;
@@ -58,14 +46,6 @@ constexpr size_t kBeforeStaging = kSlotsAt + 2 * Arena::kSlotNbytes;
 static_assert(kBeforeStaging % kPage == 0);
 
 }  // namespace
-
-bool HasCpusFor(int ranks) {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (::sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) < ranks) return false;
-  const double quota = CgroupCpus();
-  return quota == 0 || quota >= ranks;
-}
 
 Result<std::shared_ptr<Segment>> Segment::Create(size_t nbytes) {
   nbytes = RoundUp(nbytes, kPage);
@@ -101,8 +81,8 @@ Result<std::shared_ptr<Segment>> Segment::MapShared(UniqueFd fd, size_t nbytes) 
 
 Segment::~Segment() { ::munmap(data_, nbytes_); }
 
-Result<std::unique_ptr<Arena>> Arena::Create(int rank, int size, size_t chunk_nbytes, bool eager_cpus) {
-  std::unique_ptr<Arena> arena(new Arena(rank, size, RoundUp(chunk_nbytes, kPage), eager_cpus));
+Result<std::unique_ptr<Arena>> Arena::Create(int rank, int size, size_t chunk_nbytes) {
+  std::unique_ptr<Arena> arena(new Arena(rank, size, RoundUp(chunk_nbytes, kPage)));
   auto control = Segment::Create(kBeforeStaging + 2 * arena->chunk_nbytes_);
   if (!control.ok()) return control.status();
   arena->control_ = control.value();
@@ -112,10 +92,9 @@ Result<std::unique_ptr<Arena>> Arena::Create(int rank, int size, size_t chunk_nb
   return arena;
 }
 
-Arena::Arena(int rank, int size, size_t chunk_nbytes, bool eager_cpus)
+Arena::Arena(int rank, int size, size_t chunk_nbytes)
     : rank_(rank),
       chunk_nbytes_(chunk_nbytes),
-      eager_cpus_(eager_cpus),
       controls_(static_cast<size_t>(size)),
       segments_(static_cast<size_t>(size)) {}
 
@@ -181,10 +160,14 @@ Status Arena::OpenPeers(Reads reads, int first_rank, const Tick& tick) {
   // process elsewhere.
   const auto nonce = std::make_unique<uint64_t>();
   RandomBytes(std::as_writable_bytes(std::span(nonce.get(), 1)));
+  mine.cpus = Cpus::OfThisThread();
   mine.process = ::getpid();
   mine.nonce_address = reinterpret_cast<uintptr_t>(nonce.get());
   mine.nonce = *nonce;
   HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
+  std::vector<Cpus> cpus;
+  for (int rank = 0; rank < size(); ++rank) cpus.push_back(control(rank)->cpus);
+  has_cpu_for_each_ = OneForEach(cpus);
   std::vector<pid_t> processes;
   for (int rank = 0; rank < size(); ++rank)
     processes.push_back(reads == Reads::kThisProcess ? PeerMemory::kHere : control(rank)->process);
@@ -241,7 +224,7 @@ Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
   Control& peer = *control(rank);
   std::atomic<uint32_t>& arrived = peer.line[step % 2].arrived;
   const auto reached = [&] { return HasReached(arrived.load(std::memory_order_acquire), step); };
-  const int spins = eager_cpus_ ? kSpins : 1;
+  const int spins = has_cpu_for_each_ ? kSpins : 1;
   for (int i = 0; i < spins; ++i) {
     if (reached()) return Status::Ok();
     Pause();

@@ -10,6 +10,7 @@
 
 #include "base/phases.h"
 #include "base/status.h"
+#include "transport/cpus.h"
 #include "transport/exchange.h"
 #include "transport/fd.h"
 #include "transport/peer_memory.h"
@@ -67,9 +68,8 @@ class Arena {
   // ends the wait.
   using Tick = std::function<Status(int awaited_rank)>;
 
-  // chunk_nbytes is what one staging buffer holds. eager_cpus: a core is there for every rank, so spin a
-  // little.
-  static Result<std::unique_ptr<Arena>> Create(int rank, int size, size_t chunk_nbytes, bool eager_cpus);
+  // chunk_nbytes is what one staging buffer holds.
+  static Result<std::unique_ptr<Arena>> Create(int rank, int size, size_t chunk_nbytes);
 
   // Segment `number` of `rank`; number 0 is its control segment, needed before the first step.
   Status AddSegment(int rank, uint32_t number, std::shared_ptr<Segment> segment);
@@ -82,16 +82,18 @@ class Arena {
   bool HasControl(int rank) const { return controls_[static_cast<size_t>(rank)] != nullptr; }
   bool complete() const;  // every rank's control segment is there
 
-  // Finds out together with the other ranks whether everybody can read everybody's memory; peers() is null if
-  // not. All ranks call it once, before any other step. first_rank is what rank 0 is called in texts. Not ok:
-  // tick gave up on a rank.
+  // Finds out together with the other ranks whether there is a CPU for each, and whether everybody can read
+  // everybody's memory; peers() is null if not. All ranks call it once, before any other step. first_rank is
+  // what rank 0 is called in texts. Not ok: tick gave up on a rank.
   enum class Reads { kOff, kOtherProcesses, kThisProcess };  // kThisProcess: ranks are threads (tests)
   Status OpenPeers(Reads reads, int first_rank, const Tick& tick);
   const PeerMemory* peers() const { return peers_.get(); }
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(controls_.size()); }
-  bool has_cpu_for_each() const { return eager_cpus_; }
+  // Every rank can run on a CPU of its own, so it is worth to spin a little. The same on all ranks; known
+  // from OpenPeers on, and false before.
+  bool has_cpu_for_each() const { return has_cpu_for_each_; }
   size_t chunk_nbytes() const { return chunk_nbytes_; }
   std::byte* staging(int rank, int buffer) const;
   // kMailboxNbytes that `rank` writes and the others read, zero at first; what is in them is the scheduler's
@@ -135,12 +137,13 @@ class Arena {
     Line line[2];
     alignas(64) std::atomic<uint32_t> sleepers;
     alignas(64) std::atomic<uint32_t> can_read_all;
+    Cpus cpus;
     int32_t process;
     uint64_t nonce_address, nonce;
   };
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
-  Arena(int rank, int size, size_t chunk_nbytes, bool eager_cpus);
+  Arena(int rank, int size, size_t chunk_nbytes);
   Control* control(int rank) const {
     return reinterpret_cast<Control*>(controls_[static_cast<size_t>(rank)]->data());
   }
@@ -148,7 +151,7 @@ class Arena {
 
   const int rank_;
   const size_t chunk_nbytes_;
-  const bool eager_cpus_;
+  bool has_cpu_for_each_ = false;
   uint32_t step_ = 0;
   std::chrono::steady_clock::time_point last_beat_{};
   std::shared_ptr<Segment> control_;
@@ -157,8 +160,5 @@ class Arena {
   std::unique_ptr<PeerMemory> peers_;
   Phases* phases_ = nullptr;
 };
-
-// True if this process may run on at least `ranks` CPUs (affinity mask and cgroup quota).
-bool HasCpusFor(int ranks);
 
 }  // namespace hvd
