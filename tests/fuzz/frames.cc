@@ -119,7 +119,7 @@ void FuzzAbort(std::string_view bytes) {
 void FuzzMailbox(std::string_view bytes) {
   static const auto arenas = [] {
     std::vector<std::unique_ptr<Arena>> made;
-    for (const int rank : {0, 1}) made.push_back(Arena::Create(rank, 2, 4096, false).value());
+    for (const int rank : {0, 1}) made.push_back(Arena::Create(rank, 2, 4096).value());
     for (const int rank : {0, 1})
       Require(made[rank]->AddSegment(1 - rank, 0, made[1 - rank]->control()).ok(), "no arena");
     return made;
