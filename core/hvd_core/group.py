@@ -275,8 +275,8 @@ class Group:
     ) -> _native.Plan | None:
         """A plan for an allreduce, in place, of tensors that come back every step: (name, dtype as numpy
         spells it, shape) each. All ranks call it with the same; raises `MismatchError` if they do not. None,
-        on all ranks, where a plan is not possible: ranks on several hosts, or not allowed to read each
-        other's memory.
+        on all ranks, where a plan is not possible: between hosts there is one at a time, so the one before
+        must have been dropped on all ranks.
 
         Fused batches follow the given order; the first one holds `first_bytes` at most, the others
         `batch_bytes`. All ranks then make the same steps, without messages and on the calling thread:

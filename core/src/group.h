@@ -48,8 +48,8 @@ class Group {
 
   // All ranks offer the same under the same name; else their handles are done with kMismatch.
   Result<PlanOffer> OfferPlan(PlanSpec spec);
-  // Of an offer whose handle is done and ok. Null, on all ranks, if a plan is not possible: ranks on several
-  // hosts, or no reading of each other's memory. The Group outlives the plan.
+  // Of an offer whose handle is done and ok. Null, on all ranks, if a plan is not possible: on several hosts
+  // one is at a time. The Group outlives the plan.
   std::shared_ptr<Plan> JoinPlan(const PlanOffer& offer) EXCLUDES(mutex_);
 
   // Tracer says what they do.

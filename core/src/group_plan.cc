@@ -8,12 +8,14 @@ namespace hvd {
 Result<PlanOffer> Group::OfferPlan(PlanSpec spec) {
   Request request{Op::kAllreduce, spec.name, spec.reduce, spec.scale.pre, spec.scale.post, 0, spec.members};
   HVD_RETURN_IF_ERROR(Check(request));
-  auto words = Empty(Plan::WordsNbytes(spec));
+  const bool staged = topology_.local_size() > 1 && !engine_->reads_peers();
+  auto words = Empty(Plan::WordsNbytes(spec, staged));
   if (!words.ok()) return words.status();
   request.op = Op::kPlan;
-  const std::byte* at = words.value()->data();
+  std::byte* at = words.value()->data();
   if (!request.members.empty()) {
-    request.members.front().where = Locate({at, words.value()->data()}, Plan::WordsNbytes(spec));
+    // The words are the whole of a segment, so the offset can say which links this rank has seen returned.
+    request.members.front().where = {Locate({at, at}, 1).segment, engine_->plan_links_returned()};
   }
   auto handle = Submit(std::move(request), {});
   if (!handle.ok()) return handle.status();
@@ -24,19 +26,25 @@ std::shared_ptr<Plan> Group::JoinPlan(const PlanOffer& offer) {
   const Meeting& meeting = offer.handle->meeting();
   auto segments = meeting.segments;
   if (size_ == 1) segments = {offer.words};
-  if (segments.size() != static_cast<size_t>(size_) || (size_ > 1 && meeting.read == nullptr)) return nullptr;
+  if (segments.size() != static_cast<size_t>(topology_.local_size())) return nullptr;
+  if (topology_.hosts() > 1 && meeting.links == nullptr) return nullptr;
+  const bool staged = topology_.local_size() > 1 && meeting.read == nullptr;
   PlanHost host;
-  host.rank = rank_;
-  for (size_t r = 0; r < segments.size(); ++r) {
-    const size_t offset = size_ == 1 ? 0 : meeting.offsets[r];
-    const size_t room = segments[r]->nbytes();
-    if (offset > room || room - offset < Plan::WordsNbytes(offer.spec)) return nullptr;
-    host.words.push_back(segments[r]->data() + offset);
+  host.rank = topology_.local_rank;
+  host.first_rank = topology_.leader(topology_.host);
+  host.hosts = topology_.hosts();
+  host.owners = topology_.slices();
+  for (const auto& segment : segments) {
+    if (segment->nbytes() < Plan::WordsNbytes(offer.spec, staged)) return nullptr;
+    host.words.push_back(segment->data());
   }
   host.owner = std::make_shared<const std::vector<std::shared_ptr<Segment>>>(std::move(segments));
   host.read = meeting.read;
   host.status = [this] { return engine_->status(); };
-  host.abort = [this](const std::string& reason) { engine_->Abort(reason); };
+  host.has_left = [this](int rank) { return engine_->HasLeft(rank); };
+  host.kill = [this](const Status& reason) { engine_->Kill(reason); };
+  if (meeting.links != nullptr) host.chain = MakeChain(topology_, *meeting.links, meeting.wire_dtype);
+  host.links = meeting.links;
   host.has_cpu_for_each = meeting.has_cpu_for_each;
   host.stall_warn = meeting.stall_warn;
   host.stall_shutdown = meeting.stall_shutdown;

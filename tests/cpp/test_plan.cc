@@ -1,4 +1,7 @@
-// The step of a plan with ranks as threads of this process: random orders, missing members, aborts.
+// The step of a plan with ranks as threads of this process: random orders, missing members, aborts; on one
+// host and on several, with reads and without.
+#include <sys/socket.h>
+
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -10,34 +13,55 @@
 #include "base/log.h"
 #include "check.h"
 #include "scheduler/plan.h"
+#include "transport/socket_link.h"
 
 namespace hvd {
 namespace {
 
 constexpr auto kForEver = std::chrono::seconds(60);
 
-// Ranks of one process: words in ordinary memory, tensors copied from where they are.
+using Layout = std::vector<int>;  // the number of ranks of each host
+
+// Ranks of one process: words in ordinary memory, tensors copied from where they are or staged, socket pairs
+// between hosts.
 class World {
  public:
-  World(int size, PlanSpec spec)
-      : spec_(std::move(spec)), memory_(std::vector<pid_t>(size, PeerMemory::kHere), 0) {
-    for (int rank = 0; rank < size; ++rank) {
-      words_.push_back(std::make_unique<Block[]>(Plan::WordsNbytes(spec_) / sizeof(Block) + 1));
+  World(int size, PlanSpec spec) : World(Layout{size}, std::move(spec), false) {}
+  World(const Layout& layout, PlanSpec spec, bool staged) : spec_(std::move(spec)), staged_(staged) {
+    std::vector<std::string> hosts;
+    for (size_t h = 0; h < layout.size(); ++h)
+      hosts.insert(hosts.end(), static_cast<size_t>(layout[h]), std::to_string(h));
+    for (size_t rank = 0; rank < hosts.size(); ++rank) {
+      topologies_.push_back(Topology::Of(hosts, static_cast<int>(rank)).value());
+      words_.push_back(std::make_unique<Block[]>(Plan::WordsNbytes(spec_, staged) / sizeof(Block) + 1));
     }
+    links_.resize(hosts.size());
+    left_ = std::vector<std::atomic<bool>>(hosts.size());
+    for (const Topology& here : topologies_) Connect(here);
   }
 
   std::unique_ptr<Plan> Join(int rank) {
+    const Topology& here = topologies_[static_cast<size_t>(rank)];
     PlanHost host;
-    host.rank = rank;
-    for (const auto& words : words_) host.words.push_back(words[0].bytes);
-    host.read = [this](int from, std::span<const PeerMemory::Copy> copies) {
-      return memory_.Read(from, copies);
-    };
+    host.rank = here.local_rank;
+    host.first_rank = here.leader(here.host);
+    host.hosts = here.hosts();
+    host.owners = here.slices();
+    for (int local = 0; local < here.local_size(); ++local)
+      host.words.push_back(words_[static_cast<size_t>(here.GlobalRank(local))][0].bytes);
+    const PeerMemory memory(std::vector<pid_t>(host.words.size(), PeerMemory::kHere), host.first_rank);
+    if (!staged_) {
+      host.read = [memory](int from, std::span<const PeerMemory::Copy> copies) {
+        return memory.Read(from, copies);
+      };
+    }
+    if (here.hosts() > 1) host.chain = MakeChain(here, links_[static_cast<size_t>(rank)], DType::kFloat32);
+    host.has_left = [this](int other) { return left_[static_cast<size_t>(other)].load(); };
     host.status = [this] {
       const std::lock_guard lock(mutex_);
       return dead_;
     };
-    host.abort = [this](const std::string& reason) { Abort(Status(Code::kAborted, reason)); };
+    host.kill = [this](const Status& reason) { Abort(reason); };
     host.stall_warn = stall_warn;
     host.stall_shutdown = stall_shutdown;
     return std::make_unique<Plan>(spec_, std::move(host));
@@ -47,6 +71,8 @@ class World {
     const std::lock_guard lock(mutex_);
     if (dead_.ok()) dead_ = status;
   }
+
+  void SetLeft(int rank) { left_[static_cast<size_t>(rank)] = true; }
 
   // Runs body(rank, plan) on a thread for each rank.
   void Run(const std::function<void(int, Plan&)>& body) {
@@ -69,9 +95,24 @@ class World {
   struct alignas(64) Block {
     std::byte bytes[64] = {};
   };
+  void Connect(const Topology& here) {
+    if (here.host + 1 == here.hosts() || here.local_rank >= here.slices()) return;
+    const auto next = static_cast<size_t>(here.leader(here.host + 1) + here.local_rank);
+    for (int stream = 0; stream < 2; ++stream) {
+      int fds[2];
+      CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+      auto& mine = links_[static_cast<size_t>(here.rank)];
+      mine.next.push_back(std::make_unique<SocketLink>(UniqueFd(fds[0]), true));
+      links_[next].previous.push_back(std::make_unique<SocketLink>(UniqueFd(fds[1]), true));
+    }
+  }
+
   const PlanSpec spec_;
-  const PeerMemory memory_;
+  const bool staged_;
+  std::vector<Topology> topologies_;
   std::vector<std::unique_ptr<Block[]>> words_;
+  std::vector<RingLinks> links_;
+  std::vector<std::atomic<bool>> left_;
   std::mutex mutex_;
   Status dead_;
 };
@@ -255,6 +296,84 @@ TEST(steps_in_random_orders_with_missing_and_declined_members) {
   }
 }
 
+void RunRandomSteps(std::mt19937& random, const Layout& layout, bool staged, int64_t most_elements,
+                    int steps) {
+  std::vector<int64_t> counts(1 + random() % 12);
+  for (int64_t& count : counts) count = static_cast<int64_t>(random()) % most_elements;
+  const BatchLimits limits{64 + random() % 2000, 64 + random() % 4000};
+  World world(layout, MakeSpec(counts, limits), staged);
+  std::vector<Scenario> scenarios;
+  for (int step = 0; step < steps; ++step)
+    scenarios.push_back(MakeScenario(random, world.size(), static_cast<uint32_t>(counts.size())));
+  world.Run([&](int rank, Plan& plan) {
+    std::mt19937 delays(static_cast<unsigned>(rank));
+    for (int step = 0; step < steps; ++step) {
+      if (delays() % 3 == 0) std::this_thread::yield();
+      RunStep(world, plan, scenarios[static_cast<size_t>(step)], rank, step);
+    }
+  });
+}
+
+TEST(steps_of_staged_plans) {
+  std::mt19937 random(2);
+  for (int size = 1; size <= 6; ++size) {
+    RunRandomSteps(random, {size}, true, 300, 12);
+    RunRandomSteps(random, {size}, true, 200'000, 3);
+  }
+}
+
+TEST(steps_on_several_hosts_with_missing_and_declined_members) {
+  std::mt19937 random(3);
+  const Layout layouts[] = {{1, 1}, {2, 2}, {3, 1}, {1, 3}, {1, 1, 2}, {1, 1, 1, 1}, {4, 2, 3}, {4, 4, 4, 4}};
+  for (const Layout& layout : layouts) {
+    for (const bool staged : {false, true}) {
+      RunRandomSteps(random, layout, staged, 300, 12);
+      if (layout.size() < 4) RunRandomSteps(random, layout, staged, 200'000, 3);
+    }
+  }
+}
+
+TEST(a_fused_batch_goes_between_hosts_before_end) {
+  World world({1, 1}, MakeSpec({1000, 1000}, {4000, 4000}), false);
+  const auto first = world.Join(0), second = world.Join(1);
+  std::vector<float> a(1000, 1), b(1000, 2), last(1000, 5), last_b(1000, 6);
+  CHECK(first->Begin().ok() && second->Begin().ok());
+  CHECK(first->Ready(0, a.data()).ok());   // on its way
+  CHECK(second->Ready(0, b.data()).ok());  // there, and on its way back
+  CHECK(b == std::vector<float>(1000, 3));
+  CHECK(first->Ready(1, last.data()).ok());
+  CHECK(a == b);
+  CHECK(second->Ready(1, last_b.data()).ok());
+  std::thread other([&] { CHECK(second->End(0, Clock::now() + kForEver).ok()); });
+  CHECK(first->End(0, Clock::now() + kForEver).value() == Plan::Progress::kDone);
+  other.join();
+  CHECK(last == std::vector<float>(1000, 11) && last_b == last);
+}
+
+TEST(a_rank_of_another_host_that_left_before_the_step_is_named) {
+  World world({1, 2}, MakeSpec({100}, {}), false);
+  const auto first = world.Join(0);
+  world.SetLeft(1);
+  std::vector<float> x(100);
+  CHECK(first->Begin().ok() && first->Ready(0, x.data()).ok());
+  const auto result = first->End(0, Clock::now() + kForEver);
+  CHECK(result.status().code() == Code::kShutdown);
+  CHECK(result.status().text().find("rank 1 has left") != std::string_view::npos);
+}
+
+TEST(leaving_in_the_middle_of_a_step_ends_the_group_of_several_hosts) {
+  World world({1, 1}, MakeSpec({100}, {}), false);
+  auto first = world.Join(0);
+  const auto second = world.Join(1);
+  std::vector<float> x(100), y(100);
+  CHECK(first->Begin().ok() && second->Begin().ok());
+  CHECK(first->Ready(0, x.data()).ok() && second->Ready(0, y.data()).ok());
+  first.reset();
+  const auto result = second->End(0, Clock::now() + kForEver);
+  CHECK(result.status().code() == Code::kShutdown);
+  CHECK(result.status().text().find("rank 0 has left 'plan'") != std::string_view::npos);
+}
+
 TEST(what_all_have_handed_over_is_reduced_before_end) {
   World world(2, MakeSpec({1000, 1000}, {4000, 4000}));
   const auto first = world.Join(0), second = world.Join(1);
@@ -291,9 +410,11 @@ TEST(average_of_half_precision_divides_once) {
 
 TEST(an_abort_ends_the_wait_of_everyone_in_time) {
   std::mt19937 random(7);
-  for (int size = 2; size <= 5; ++size) {
+  const Layout layouts[] = {{2}, {3}, {4}, {5}, {2, 2}, {3, 1}, {1, 1, 2}};
+  for (const Layout& layout : layouts) {
     for (int round = 0; round < 4; ++round) {
-      World world(size, MakeSpec({500, 500, 500}, {100, 100}));
+      World world(layout, MakeSpec({500, 500, 500}, {100, 100}), false);
+      const int size = world.size();
       const int culprit = static_cast<int>(random() % static_cast<unsigned>(size));
       const uint32_t given = static_cast<uint32_t>(random() % 3);
       // Threads, unlike processes, must not read what a rank that fails gives back.

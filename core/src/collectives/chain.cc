@@ -104,6 +104,7 @@ Result<bool> Chain::ReceiveUp(Lane& lane) {
     moved = got.value() > 0;
     if (flight.up_received < flight.up_nbytes()) return moved;
   }
+  if (last_host() && !MayStore(flight)) return moved;
   if (last_host() && flight.down_buffer == nullptr) flight.down_buffer = Take(lane.free_down);
   if (last_host() && flight.down_buffer == nullptr) return moved;
   HVD_RETURN_IF_ERROR(Add(flight));
@@ -131,6 +132,7 @@ Result<bool> Chain::SendUp(Lane& lane) {
 Result<bool> Chain::ReceiveDown(Lane& lane) {
   if (last_host() || lane.stored == lane.up_sent) return false;
   Flight& flight = lane.at(lane.stored);
+  if (!MayStore(flight)) return false;
   if (flight.down_buffer == nullptr) {
     flight.down_buffer = Take(lane.free_down);
     if (flight.down_buffer == nullptr) return false;
@@ -283,7 +285,8 @@ bool Chain::WantsUp(const Lane& lane) const {
 
 bool Chain::WantsDown(const Lane& lane) const {
   if (last_host() || lane.stored == lane.up_sent) return false;
-  return lane.at(lane.stored).down_buffer != nullptr || !lane.free_down.empty();
+  const Flight& flight = lane.at(lane.stored);
+  return flight.down_buffer != nullptr || (!lane.free_down.empty() && MayStore(flight));
 }
 
 void Chain::Wants(std::vector<pollfd>* fds) const {

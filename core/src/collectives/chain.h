@@ -51,6 +51,9 @@ struct ChainJob {
   Scale scale;
   Range slice;
   ChainMemory* memory = nullptr;  // outlives the job
+  // Nothing is finished or stored before this job is done, so that Targets() may depend on its result.
+  uint64_t after = kNone;
+  static constexpr uint64_t kNone = ~uint64_t{0};
 };
 
 // This rank's part in reductions between hosts, for the slices it owns (core.md §4). The accumulator of a
@@ -139,6 +142,9 @@ class Chain {
   Status Store(Flight& flight);
   void Retire(Lane& lane);
   void RetireJobs();
+  bool MayStore(const Flight& flight) const {
+    return flight.job->what.after == ChainJob::kNone || Done(flight.job->what.after);
+  }
   bool WantsUp(const Lane& lane) const;
   bool WantsDown(const Lane& lane) const;
 

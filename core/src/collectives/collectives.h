@@ -44,6 +44,9 @@ class Collectives {
   // root is a rank of the Group.
   Status Broadcast(int root, const std::byte* in, std::byte* out, size_t nbytes);
 
+  // With the neighbours about what travels, once and before the first use of any data links.
+  Status Agree();
+
  private:
   struct Job {
     DType dtype;
@@ -66,7 +69,6 @@ class Collectives {
   // end.
   Status RelayBlocks(std::byte* out, std::span<const size_t> starts, int root);
 
-  Status Agree();  // with the neighbours, before the first use of the links
   template <class Machine, class IsDone>
   Status Drive(Machine& machine, const IsDone& is_done);
   template <class Machine>

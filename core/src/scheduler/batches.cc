@@ -81,7 +81,16 @@ Status Scheduler::RunPlan(const Running& running, uint32_t member) {
     const Location& place = places[static_cast<size_t>(rank)];
     HVD_RETURN_IF_ERROR(AwaitSegment(rank, place));
     meeting.segments.push_back(arena_->SegmentOf(local, place.segment));
-    meeting.offsets.push_back(place.offset);
+  }
+  // Every rank has said with its offer which plan it saw give the links back last, so all decide alike.
+  const bool are_free = !places.empty() &&
+                        std::all_of(places.begin(), places.end(),
+                                    [&](const Location& place) { return place.offset == plan_links_given_; });
+  if (topology_.hosts() > 1 && are_free) {
+    HVD_RETURN_IF_ERROR(collectives_.Agree());
+    ++plan_links_given_;
+    meeting.links = {&plan_links_->links, [all = plan_links_](RingLinks*) { ++all->returned; }};
+    meeting.wire_dtype = options_.collectives.wire_dtype;
   }
   if (const PeerMemory* peers = arena_->peers(); peers != nullptr) {
     meeting.read = [memory = *peers](int from, std::span<const PeerMemory::Copy> copies) {

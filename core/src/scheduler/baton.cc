@@ -291,7 +291,7 @@ void Scheduler::End() {
     MutexLock lock(mutex_);
     reason = failure_;
     // Before close_: the peers must hear the reason also when the Group is closed right after.
-    if (reason.ok() && abort_) reason = Status(Code::kAborted, abort_reason_);
+    if (reason.ok()) reason = kill_;
   }
   if (!reason.ok()) return Die(reason, true);
   EndTimeline(kLastNotes);

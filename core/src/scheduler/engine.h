@@ -85,14 +85,21 @@ class Engine {
   virtual void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) = 0;
   // Waiting for this rank is legal for a while, or no longer.
   virtual void DeclarePhase(PhaseNews news) = 0;
-  // Kills the Group on all ranks with this reason.
-  virtual void Abort(const std::string& reason) = 0;
+  // Both end the Group on all ranks, for this reason.
+  void Abort(const std::string& reason) { Kill(Status(Code::kAborted, reason)); }
+  virtual void Kill(const Status& reason) = 0;
   // Pending handles get kShutdown. Idempotent, bounded in time.
   virtual void Close() = 0;
   // Why the Group is dead; ok while it lives.
   virtual Status status() const = 0;
   // A descriptor that becomes readable when the Group is dead.
   virtual int death_fd() const = 0;
+  // Whether `rank` has closed the Group.
+  virtual bool HasLeft(int rank) const = 0;
+  // Whether the ranks of this host may read each other's memory.
+  virtual bool reads_peers() const = 0;
+  // How many plans have given the data links of plans back, of those that have had them.
+  virtual uint32_t plan_links_returned() const = 0;
   virtual const Counters& counters() const = 0;
   // Start, Stop and trace() are for any thread.
   virtual Tracer& tracer() = 0;

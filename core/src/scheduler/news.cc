@@ -25,7 +25,7 @@ Status Scheduler::TakeSubmissions() {
   std::vector<PhaseNews> phases;
   {
     MutexLock lock(mutex_);
-    if (abort_) return Status(Code::kAborted, abort_reason_);
+    HVD_RETURN_IF_ERROR(kill_);
     if (unannounced_.empty()) {
       unannounced_.swap(submitted_ids_);
     } else {

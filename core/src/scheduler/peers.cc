@@ -17,7 +17,7 @@ Status Scheduler::Tick(int awaited_rank) {
   HVD_RETURN_IF_ERROR(HandleFrames());
   {
     MutexLock lock(mutex_);
-    if (abort_) return Status(Code::kAborted, abort_reason_);
+    HVD_RETURN_IF_ERROR(kill_);
     if (close_)
       return Status(Code::kShutdown,
                     "rank " + std::to_string(options_.rank) + " closed the Group during " + Doing());

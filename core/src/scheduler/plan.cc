@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 #include "base/log.h"
@@ -22,14 +23,15 @@ constexpr int kSpins = 50;
 constexpr int kYields = 10;
 // How long to listen for the reason why a peer is gone.
 constexpr auto kLastWords = std::chrono::seconds(1);
-// All peers' chunks together stay in L2, beside the chunk of this rank; a chunk is not so small that the
-// system call shows.
-constexpr size_t kScratchNbytes = 512 << 10;
-constexpr size_t kChunkNbytes = 256 << 10;
-constexpr size_t kLeastChunkNbytes = 32 << 10;
+// Waiting for a link while ranks of this host are awaited as well: those do not end a poll.
+constexpr int kLinkWaitMs = 1;
+// Who closed the Group has sent all it owed before, but over another connection than its goodbye.
+constexpr auto kGoodbyeFirst = std::chrono::milliseconds(250);
 
-size_t ChunkNbytes(size_t ranks) {
-  return ranks < 2 ? kChunkNbytes : std::clamp(kScratchNbytes / (ranks - 1), kLeastChunkNbytes, kChunkNbytes);
+std::vector<PlanWords> WordsOf(const PlanHost& host, const PlanLayout& layout) {
+  std::vector<PlanWords> words;
+  for (std::byte* at : host.words) words.emplace_back(at, layout.batches.size(), layout.members.size());
+  return words;
 }
 
 void SleepWhile(std::atomic<uint32_t>& word, uint32_t value) {
@@ -57,26 +59,38 @@ std::string SecondsText(Clock::duration duration) {
 
 }  // namespace
 
-size_t Plan::WordsNbytes(const PlanSpec& spec) {
-  return PlanWords::Nbytes(PackBatches(spec.members, spec.limits).size(), spec.members.size());
+size_t Plan::WordsNbytes(const PlanSpec& spec, bool staged) {
+  const PlanLayout layout(spec.members, spec.limits);
+  const size_t nbytes = PlanWords::Nbytes(layout.batches.size(), layout.members.size());
+  return nbytes + (staged ? layout.staged_nbytes : 0);
 }
 
 Plan::Plan(PlanSpec spec, PlanHost host)
     : spec_(std::move(spec)),
       host_(std::move(host)),
-      members_(spec_.members.size()),
-      chunk_nbytes_(ChunkNbytes(host_.words.size())),
-      scratch_((host_.words.size() - 1) * chunk_nbytes_) {
-  const auto packed = PackBatches(spec_.members, spec_.limits);
-  for (std::byte* at : host_.words) words_.emplace_back(at, packed.size());
-  for (const auto& batch : packed) {
-    for (const uint32_t m : batch) members_[m].batch = static_cast<uint32_t>(batches_.size());
-    BatchState state;
-    state.members = batch;
-    state.fetched.resize(host_.words.size());
-    batches_.push_back(std::move(state));
+      layout_(spec_.members, spec_.limits),
+      words_(WordsOf(host_, layout_)),
+      data_(layout_, spec_.members, {spec_.reduce, spec_.scale}, words_, host_.rank, host_.read),
+      batches_(layout_.batches.size()),
+      members_(spec_.members.size()) {
+  const auto shared = [&](size_t first, auto part, auto result) {
+    std::vector<const uint8_t*> of_ranks;
+    for (const PlanWords& words : words_) of_ranks.push_back((words.*part)() + first);
+    return SharedBytes(std::move(of_ranks), (mine().*result)() + first);
+  };
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    BatchState& batch = batches_[b];
+    batch.members = layout_.batches[b];
+    batch.fetched.resize(words_.size());
+    if (!several_hosts()) continue;
+    std::vector<size_t> counts;
+    for (const uint32_t m : batch.members) counts.push_back(layout_.members[m].count);
+    batch.row = Row(batch.members, counts);
+    batch.travel.statuses =
+        shared(layout_.first_status[b], &PlanWords::statuses, &PlanWords::agreed_statuses);
+    batch.travel.bytes = BatchBytes(&data_, &batch.row, ItemSize(TypeOf(b)));
   }
-  for (const Member& member : spec_.members) counts_.push_back(member.count());
+  votes_ = shared(0, &PlanWords::votes, &PlanWords::agreed_votes);
 }
 
 Status Plan::Begin() {
@@ -89,15 +103,17 @@ Status Plan::Begin() {
     batch.is_declared = batch.is_resolved = batch.is_reduced = batch.is_done = false;
     batch.fetched.assign(batch.fetched.size(), false);
     batch.fetched_count = 0;
+    batch.travel.is_appended = false;
   }
   for (MemberState& member : members_) {
     member.is_given = false;
     member.in = 0;
-    member.out = nullptr;
   }
   has_ended_ = is_settled_ = warned_ = false;
   trace_ = host_.trace ? host_.trace() : nullptr;
-  done_ = declared_ = 0;
+  done_ = declared_ = appended_ = 0;
+  vote_.reset();
+  left_at_.reset();
   needs_.clear();
   outcome_ = {};
   step_.fetch_add(1, std::memory_order_relaxed);
@@ -109,35 +125,35 @@ Status Plan::Begin() {
 Status Plan::Ready(uint32_t member, void* at) {
   // A tensor without elements may have no address.
   const uint64_t in = at == nullptr ? PlanWords::kEmpty : reinterpret_cast<uintptr_t>(at);
-  return Give(member, in, static_cast<std::byte*>(at));
+  return Give(member, in, at);
 }
 
 Status Plan::Decline(uint32_t member) { return Give(member, PlanWords::kElsewhere, nullptr); }
 
-Status Plan::Give(uint32_t member, uint64_t in, std::byte* out) {
+Status Plan::Give(uint32_t member, uint64_t in, void* at) {
   HVD_RETURN_IF_ERROR(broken_);
   if (!is_open() || has_ended_ || member >= members_.size())
     return Status(Code::kInvalid,
                   "'" + spec_.name + "': no step is open for member " + std::to_string(member));
   MemberState& state = members_[member];
-  BatchState& batch = batches_[state.batch];
+  const uint32_t b = layout_.members[member].batch;
+  BatchState& batch = batches_[b];
   if (batch.is_declared) {
     return Status(Code::kInvalid,
                   spec_.members[member].name + " was handed over twice, and is being reduced already");
   }
+  const auto begin = Clock::now();
+  if (in != PlanWords::kElsewhere) data_.Put(member, static_cast<std::byte*>(at));
   state.in = in;
-  state.out = out;
   if (!state.is_given) --batch.waiting;
   state.is_given = true;
   if (trace_ != nullptr) state.given_ns = NowNs();
   if (batch.waiting == 0) {
-    Declare(state.batch);
+    Declare(b);
     Ring();
   }
-  if (declared_ == done_) return Status::Ok();
-  const auto begin = Clock::now();
-  bool progressed = false;
-  Status status = Advance(&progressed);
+  bool progressed = data_.is_staged();
+  Status status = declared_ == done_ ? Status::Ok() : Advance(&progressed);
   if (progressed) times_.ready_ns += Nanoseconds(Clock::now() - begin);
   return status.ok() ? status : Fail(status);
 }
@@ -145,9 +161,17 @@ Status Plan::Give(uint32_t member, uint64_t in, std::byte* out) {
 void Plan::Declare(size_t b) {
   BatchState& batch = batches_[b];
   for (const uint32_t m : batch.members) {
+    const uint64_t in = members_[m].in;
+    const bool has = in != 0 && in != PlanWords::kElsewhere;
+    if (!has) data_.PutNothing(m, several_hosts());
+    if (several_hosts()) {
+      mine().statuses()[layout_.members[m].status] = has       ? PlanWords::kTensor
+                                                     : in == 0 ? PlanWords::kNothing
+                                                               : PlanWords::kDeclined;
+    }
     PlanWords::Place& place = mine().place(m);
-    place.in.store(members_[m].in, std::memory_order_relaxed);
-    place.out.store(reinterpret_cast<uintptr_t>(members_[m].out), std::memory_order_relaxed);
+    place.in.store(in, std::memory_order_relaxed);
+    place.out.store(reinterpret_cast<uintptr_t>(data_.out(m)), std::memory_order_relaxed);
   }
   batch.is_declared = true;
   if (trace_ != nullptr) batch.declared_ns = NowNs();
@@ -160,6 +184,10 @@ void Plan::DeclareRest(uint32_t flags) {
   ended_at_ = Clock::now();
   for (size_t b = 0; b < batches_.size(); ++b) {
     if (!batches_[b].is_declared) Declare(b);
+  }
+  for (size_t bit = 0; several_hosts() && bit < PlanWords::kVotes / 2; ++bit) {
+    mine().votes()[bit] = flags >> bit & 1;
+    mine().votes()[PlanWords::kVotes / 2 + bit] = !(flags >> bit & 1);
   }
   mine().head().flags.store(flags, std::memory_order_relaxed);
   mine().head().ended.store(step_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
@@ -179,8 +207,20 @@ void Plan::Ring() {
 }
 
 Status Plan::Advance(bool* progressed) {
-  for (size_t b = 0; b < batches_.size(); ++b) {
-    if (batches_[b].is_declared && !batches_[b].is_done) HVD_RETURN_IF_ERROR(AdvanceBatch(b, progressed));
+  for (bool moved = true; moved;) {
+    moved = false;
+    const size_t before = appended_;
+    if (AwaitsLinks()) {
+      const auto advanced = host_.chain->Advance();
+      if (!advanced.ok()) return advanced.status();
+      moved = advanced.value();
+      if (moved) left_at_.reset();
+    }
+    for (size_t b = 0; b < batches_.size(); ++b) {
+      if (batches_[b].is_declared && !batches_[b].is_done) HVD_RETURN_IF_ERROR(AdvanceBatch(b, progressed));
+    }
+    moved |= appended_ != before;
+    *progressed |= moved;
   }
   return Status::Ok();
 }
@@ -190,36 +230,83 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
   const uint32_t step = step_.load(std::memory_order_relaxed);
   if (!batch.is_resolved) {
     if (!IsDeclaredByAll(b)) return Status::Ok();
-    Resolve(b);
+    batch.is_resolved = true;
+    if (!several_hosts()) Resolve(b);
     if (trace_ != nullptr) batch.resolved_ns = NowNs();
   }
   Phases* const phases = trace_ == nullptr ? nullptr : &batch.phases;
   if (batch.blocked > 0) return Status::Ok();
-  if (!batch.is_reduced) {
-    if (trace_ != nullptr) batch.begun_ns = NowNs();
-    HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kReduce, [&] { return ReduceSlice(b); }));
-    batch.is_reduced = true;
-    mine().batch(b).reduced.store(step, std::memory_order_seq_cst);
-    Ring();
-    *progressed = true;
+  if (!batch.is_reduced && owns_slice()) {
+    if (several_hosts()) {
+      Travel(b);
+    } else {
+      if (trace_ != nullptr) batch.begun_ns = NowNs();
+      HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kReduce, [&] { return ReduceSlice(b); }));
+      batch.is_reduced = true;
+    }
+    if (batch.is_reduced) {
+      mine().batch(b).reduced.store(step, std::memory_order_seq_cst);
+      Ring();
+      *progressed = true;
+    }
   }
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank == host_.rank || batch.fetched[static_cast<size_t>(rank)]) continue;
-    const PlanWords& theirs = words_[static_cast<size_t>(rank)];
+  for (int owner = 0; owner < host_.owners; ++owner) {
+    if (owner == host_.rank || batch.fetched[static_cast<size_t>(owner)]) continue;
+    const PlanWords& theirs = words_[static_cast<size_t>(owner)];
     if (theirs.batch(b).reduced.load(std::memory_order_acquire) != step) continue;
-    HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kCopyOut, [&] { return Fetch(b, rank); }));
-    batch.fetched[static_cast<size_t>(rank)] = true;
+    HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kCopyOut, [&] {
+      return data_.Fetch(batch.row, TypeOf(b), owner, Slice(b, owner), several_hosts());
+    }));
+    batch.fetched[static_cast<size_t>(owner)] = true;
     ++batch.fetched_count;
     *progressed = true;
   }
-  if (batch.fetched_count + 1 == words_.size()) {
+  const size_t others = static_cast<size_t>(host_.owners) - (owns_slice() ? 1 : 0);
+  if (batch.fetched_count == others && batch.is_reduced == owns_slice()) {
     batch.is_done = true;
+    if (several_hosts()) ResolveAgreed(b);
     if (trace_ != nullptr) NoteDone(b);
     batch.phases.Clear();
     ++done_;
     *progressed = true;
   }
   return Status::Ok();
+}
+
+Range Plan::Slice(size_t b, int owner) const {
+  return SliceOf({0, batches_[b].row.count()}, ItemSize(TypeOf(b)), owner, host_.owners);
+}
+
+Status Plan::ReduceSlice(size_t b) { return data_.Reduce(batches_[b].row, TypeOf(b), Slice(b, host_.rank)); }
+
+// Every host appends in the order of batches.
+void Plan::Travel(size_t b) {
+  BatchState& batch = batches_[b];
+  PlanTravel& travel = batch.travel;
+  if (!travel.is_appended && appended_ == b) {
+    if (trace_ != nullptr) batch.begun_ns = NowNs();
+    ++appended_;
+    const uint64_t agreed =
+        host_.chain->Append({DType::kUInt8, ReduceOp::kMax, {}, {0, batch.members.size()}, &travel.statuses});
+    travel.job = host_.chain->Append(
+        {TypeOf(b), spec_.reduce, spec_.scale, Slice(b, host_.rank), &travel.bytes, agreed});
+    travel.is_appended = true;
+  }
+  batch.is_reduced = travel.is_appended && host_.chain->Done(travel.job);
+}
+
+// After all batches, and once for a host: what the flags of all ranks are.
+void Plan::AgreeOnVotes(bool* progressed) {
+  if (host_.rank != 0 || appended_ < batches_.size() || !AllEnded()) return;
+  PlanWords::Head& head = mine().head();
+  const uint32_t step = step_.load(std::memory_order_relaxed);
+  if (head.agreed.load(std::memory_order_relaxed) == step) return;
+  if (!vote_)
+    vote_ = host_.chain->Append({DType::kUInt8, ReduceOp::kMax, {}, {0, PlanWords::kVotes}, &votes_});
+  if (!host_.chain->Done(*vote_)) return;
+  head.agreed.store(step, std::memory_order_seq_cst);
+  Ring();
+  *progressed = true;
 }
 
 bool Plan::IsDeclaredByAll(size_t b) const {
@@ -232,7 +319,6 @@ bool Plan::IsDeclaredByAll(size_t b) const {
 // All ranks have said what they have of the batch, so all come to the same conclusion.
 void Plan::Resolve(size_t b) {
   BatchState& batch = batches_[b];
-  batch.is_resolved = true;
   std::vector<uint32_t> reduced;
   std::vector<size_t> counts;
   for (const uint32_t m : batch.members) {
@@ -245,7 +331,7 @@ void Plan::Resolve(size_t b) {
     if (is_declined) outcome_.declined.push_back(m);
     if (!is_somewhere || is_declined) continue;
     reduced.push_back(m);
-    counts.push_back(counts_[m]);
+    counts.push_back(layout_.members[m].count);
     if (members_[m].in != 0) continue;
     needs_.push_back(m);
     ++batch.blocked;
@@ -253,65 +339,29 @@ void Plan::Resolve(size_t b) {
   batch.row = Row(std::move(reduced), counts);
 }
 
+// Its slices have come, and before them what all hosts have.
+void Plan::ResolveAgreed(size_t b) {
+  const uint8_t* const agreed = words_.front().agreed_statuses();
+  for (const uint32_t m : batches_[b].members) {
+    const uint8_t status = agreed[layout_.members[m].status];
+    if (status == PlanWords::kDeclined) outcome_.declined.push_back(m);
+    if (status == PlanWords::kTensor && members_[m].in == 0) needs_.push_back(m);
+  }
+}
+
 void Plan::Supply(uint32_t member, void* at) {
   const auto found = std::find(needs_.begin(), needs_.end(), member);
   if (found == needs_.end()) return;
   needs_.erase(found);
-  members_[member].out = static_cast<std::byte*>(at);
+  if (several_hosts()) {  // the result is there already
+    const size_t nbytes = spec_.members[member].nbytes();
+    if (nbytes > 0) std::memcpy(at, data_.out(member), nbytes);
+    return;
+  }
+  data_.SetOut(member, static_cast<std::byte*>(at));
   // Read by others after `reduced`.
   mine().place(member).out.store(reinterpret_cast<uintptr_t>(at), std::memory_order_relaxed);
-  --batches_[members_[member].batch].blocked;
-}
-
-Status Plan::ReduceSlice(size_t b) {
-  const BatchState& batch = batches_[b];
-  const DType dtype = spec_.members[batch.members.front()].dtype;
-  const size_t item = ItemSize(dtype);
-  const Range slice = SliceOf({0, batch.row.count()}, item, host_.rank, size());
-  const size_t step = chunk_nbytes_ / item;
-  std::vector<const void*> sources(words_.size());
-  for (size_t begin = slice.begin; begin < slice.end; begin += step) {
-    batch.row.Parts(begin, std::min(slice.end, begin + step), &parts_);
-    for (int rank = 0, other = 0; rank < size(); ++rank) {
-      if (rank == host_.rank) continue;
-      std::byte* to = scratch_.data() + static_cast<size_t>(other++) * chunk_nbytes_;
-      copies_.clear();
-      for (const MemberPart& part : parts_) {
-        const uint64_t in =
-            words_[static_cast<size_t>(rank)].place(part.member).in.load(std::memory_order_relaxed);
-        copies_.push_back({in == 0 ? 0 : in + part.begin * item, to, part.count * item});
-        to += part.count * item;
-      }
-      HVD_RETURN_IF_ERROR(host_.read(rank, copies_));
-    }
-    size_t at = 0;
-    for (const MemberPart& part : parts_) {
-      std::byte* own = members_[part.member].out + part.begin * item;
-      for (int rank = 0, other = 0; rank < size(); ++rank) {
-        sources[static_cast<size_t>(rank)] =
-            rank == host_.rank ? own : scratch_.data() + static_cast<size_t>(other++) * chunk_nbytes_ + at;
-      }
-      void* destination = own;
-      Reduce(dtype, spec_.reduce, spec_.scale, sources.data(), size(), &destination, 1, part.count);
-      at += part.count * item;
-    }
-  }
-  return Status::Ok();
-}
-
-Status Plan::Fetch(size_t b, int from) {
-  const BatchState& batch = batches_[b];
-  const size_t item = ItemSize(spec_.members[batch.members.front()].dtype);
-  const Range slice = SliceOf({0, batch.row.count()}, item, from, size());
-  batch.row.Parts(slice.begin, slice.end, &parts_);
-  copies_.clear();
-  for (const MemberPart& part : parts_) {
-    const uint64_t out =
-        words_[static_cast<size_t>(from)].place(part.member).out.load(std::memory_order_relaxed);
-    copies_.push_back(
-        {out + part.begin * item, members_[part.member].out + part.begin * item, part.count * item});
-  }
-  return host_.read(from, copies_);
+  --batches_[layout_.members[member].batch].blocked;
 }
 
 bool Plan::AllEnded() const {
@@ -332,7 +382,16 @@ bool Plan::AllFinished() const {
 // This rank has all it needs from others; until here nobody's words of this step change.
 void Plan::Settle() {
   outcome_.flags_of_all = ~0u;
+  if (several_hosts()) {
+    const uint8_t* const votes = words_.front().agreed_votes();
+    outcome_.flags_of_all = 0;
+    for (size_t bit = 0; bit < PlanWords::kVotes / 2; ++bit) {
+      outcome_.flags_of_any |= static_cast<uint32_t>(votes[bit]) << bit;
+      outcome_.flags_of_all |= static_cast<uint32_t>(votes[PlanWords::kVotes / 2 + bit] == 0) << bit;
+    }
+  }
   for (const PlanWords& words : words_) {
+    if (several_hosts()) break;
     const uint32_t flags = words.head().flags.load(std::memory_order_relaxed);
     outcome_.flags_of_any |= flags;
     outcome_.flags_of_all &= flags;
@@ -346,7 +405,10 @@ void Plan::Settle() {
 Result<bool> Plan::Turn(bool* progressed) {
   if (!is_settled_) {
     HVD_RETURN_IF_ERROR(Advance(progressed));
-    if (done_ < batches_.size() || !AllEnded()) return false;
+    if (several_hosts()) AgreeOnVotes(progressed);
+    if (done_ < batches_.size() || !needs_.empty() || !AllEnded()) return false;
+    const uint32_t agreed = words_.front().head().agreed.load(std::memory_order_acquire);
+    if (several_hosts() && agreed != step_.load(std::memory_order_relaxed)) return false;
     Settle();
     *progressed = true;
   }
@@ -395,6 +457,13 @@ Result<Plan::Progress> Plan::End(uint32_t flags, Clock::time_point deadline) {
 }
 
 void Plan::SleepUnlessNews(bool* progressed, Result<bool>* turn) {
+  if (AwaitsLinks()) {
+    fds_.clear();
+    host_.chain->Wants(&fds_);
+    ::poll(fds_.data(), static_cast<nfds_t>(fds_.size()), kLinkWaitMs);
+    *turn = Turn(progressed);
+    return;
+  }
   PlanWords::Bell& bell = mine().bell();
   const uint32_t rung = bell.rung.load(std::memory_order_seq_cst);
   bell.sleeping.store(1, std::memory_order_seq_cst);
@@ -411,9 +480,13 @@ Status Plan::Check() {
   for (int rank = 0; rank < size(); ++rank) {
     const uint32_t gone = words_[static_cast<size_t>(rank)].head().gone.load(std::memory_order_seq_cst);
     if (gone == 0 || static_cast<int32_t>(gone - step) > 0) continue;
-    return Status(Code::kShutdown, "rank " + std::to_string(rank) + " has left");
+    return Status(Code::kShutdown, "rank " + NameOf(rank) + " has left");
   }
-  return Status::Ok();
+  if (!AwaitsLinks() || !host_.has_left(host_.chain->awaited_rank())) return Status::Ok();
+  const auto now = Clock::now();
+  if (!left_at_) left_at_ = now;
+  if (now - *left_at_ < kGoodbyeFirst) return Status::Ok();
+  return Status(Code::kShutdown, "rank " + std::to_string(host_.chain->awaited_rank()) + " has left");
 }
 
 // The others are told, and the first cause wins: what killed the Group, if that is known soon.
@@ -424,7 +497,7 @@ Status Plan::Fail(Status status) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     cause = host_.status();
   }
-  host_.abort(std::string(status.text()) + " (in '" + spec_.name + "')");  // no effect on a dead Group
+  host_.kill(Status(status.code(), std::string(status.text()) + " (in '" + spec_.name + "')"));
   const bool is_own = cause.ok() || status.code() == Code::kTimeout;
   broken_ = is_own ? status : Status(cause.code(), std::string(cause.text()) + " (in " + Waits() + ")");
   Leave();
@@ -433,12 +506,16 @@ Status Plan::Fail(Status status) {
 
 void Plan::Leave() {
   const uint32_t step = step_.load(std::memory_order_relaxed);
-  const uint32_t first = open_.load(std::memory_order_seq_cst) ? step : step + 1;
+  const bool is_open = open_.load(std::memory_order_seq_cst);
+  const uint32_t first = is_open ? step : step + 1;
   uint32_t nobody = 0;
   mine().head().gone.compare_exchange_strong(nobody, std::max(first, 1u), std::memory_order_seq_cst);
   // What the owner does with its memory from now on comes after, for everybody.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   Ring();
+  // The links are in the middle of something, for everybody. No effect on a Group that is dead.
+  if (is_open && several_hosts())
+    host_.kill(Status(Code::kShutdown, "rank " + NameOf(host_.rank) + " has left '" + spec_.name + "'"));
 }
 
 // What this rank waits for: a fused batch by its first tensor, and who has not handed it over.
@@ -449,8 +526,9 @@ std::string Plan::Waits() const {
     std::string missing;
     for (int rank = 0; rank < size(); ++rank) {
       if (words_[static_cast<size_t>(rank)].batch(b).declared.load() == step) continue;
-      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+      missing += (missing.empty() ? "" : ", ") + NameOf(rank);
     }
+    if (missing.empty() && AwaitsLinks()) missing = std::to_string(host_.chain->awaited_rank());
     return "'" + spec_.name + "', fused batch of '" + spec_.members[batches_[b].members.front()].name + "'" +
            (missing.empty() ? "" : ", not handed over by rank " + missing);
   }
@@ -458,7 +536,7 @@ std::string Plan::Waits() const {
   for (int rank = 0; rank < size(); ++rank) {
     const PlanWords::Head& head = words_[static_cast<size_t>(rank)].head();
     if (static_cast<int32_t>(head.finished.load() - step) >= 0) continue;
-    missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    missing += (missing.empty() ? "" : ", ") + NameOf(rank);
   }
   return "'" + spec_.name + "'" + (missing.empty() ? "" : ", not ended by rank " + missing);
 }
@@ -467,7 +545,7 @@ Status Plan::CheckStall() {
   const auto age = Clock::now() - ended_at_;
   if (host_.stall_shutdown > Clock::duration::zero() && age > host_.stall_shutdown) {
     const Status status(Code::kTimeout, Waits() + " for " + SecondsText(age) + " (stall_shutdown_s)");
-    host_.abort(std::string(status.text()));
+    host_.kill(status);
     return status;
   }
   if (warned_ || age < host_.stall_warn) return Status::Ok();

@@ -1,18 +1,21 @@
 #pragma once
 
+#include <poll.h>
+
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "collectives/batch.h"
-#include "collectives/reduce.h"
+#include "collectives/chain.h"
+#include "scheduler/plan_data.h"
 #include "scheduler/plan_layout.h"
+#include "scheduler/plan_travel.h"
 #include "scheduler/plan_words.h"
 #include "scheduler/trace.h"
-#include "transport/peer_memory.h"
 
 namespace hvd {
 
@@ -25,29 +28,37 @@ struct PlanSpec {
   BatchLimits limits;
 };
 
-// The ranks of this host, as a plan needs them. The ranks are all on this host.
+// The ranks of this host and the way to others, as a plan needs them.
 struct PlanHost {
-  int rank = 0;
-  std::vector<std::byte*> words;  // by rank: PlanWords::Nbytes each
-  // Copies from the memory of a rank.
-  std::function<Status(int rank, std::span<const PeerMemory::Copy>)> read;
-  std::function<Status()> status;                        // why the Group is dead; ok while it lives
-  std::function<void(const std::string& reason)> abort;  // kills it
-  std::shared_ptr<const void> owner;                     // of the words
-  bool has_cpu_for_each = false;                         // so spin a little
+  int rank = 0;        // local, as everywhere in a plan
+  int first_rank = 0;  // what local rank 0 is called
+  int hosts = 1;
+  int owners = 1;                 // so many ranks of each host reduce a slice
+  std::vector<std::byte*> words;  // by rank: Plan::WordsNbytes each
+  // Copies from the memory of a rank; null if that is not permitted: then words have staging areas.
+  PlanData::Read read;
+  std::unique_ptr<Chain> chain;                     // to the neighbour hosts, for an owner
+  std::function<Status()> status;                   // why the Group is dead; ok while it lives
+  std::function<bool(int rank_of_group)> has_left;  // has closed the Group
+  std::function<void(const Status& reason)> kill;   // the Group, on all ranks
+  std::shared_ptr<const void> owner;                // of the words
+  std::shared_ptr<const void> links;                // of the chain; no other plan uses them
+  bool has_cpu_for_each = false;                    // so spin a little
   Clock::duration stall_warn{};
   Clock::duration stall_shutdown{};  // zero: never
   std::function<Trace*()> trace;     // where notes go now; null, also the function, for nowhere
 };
 
-// An allreduce, in place, of tensors that come back every step, without a control message: the ranks meet in
-// words of shared memory, and read each other's tensors where these are (transport/peer_memory.h). All
-// progress is made by the calling threads.
+// An allreduce, in place, of tensors that come back every step, without a control message: the ranks of a
+// host meet in words of shared memory, and read each other's tensors where these are
+// (transport/peer_memory.h) or in staging areas; between hosts a chain carries slices of fused batches as
+// soon as all ranks of the host have handed them over. All progress is made by the calling threads.
 //
 // A step is Begin, Ready or Decline for any members in any order, End. All ranks make the same steps. A
 // member that was not handed over when End is called counts as zero if another rank has it, and is left alone
 // if nobody has. Ready never waits: it advances the fused batches that all ranks have handed over, while the
-// program computes on. Rank r reduces slice r of a batch in rank order, and the others read it from there.
+// program computes on. Rank r reduces slice r of a batch in rank order, or sends it along the hosts, and the
+// others read it from there.
 //
 // Memory handed over must stay as it is from Ready until End is done, also after a failed step, until Leave.
 // Not thread-safe, except Leave. After a failure every call returns it.
@@ -58,7 +69,8 @@ class Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  static size_t WordsNbytes(const PlanSpec& spec);
+  // Shared memory of each rank. staged: its peers cannot read its tensors.
+  static size_t WordsNbytes(const PlanSpec& spec, bool staged);
 
   Status Begin();
   // Contiguous elements of the agreed dtype and number, in this process. Again for the same member: replaces,
@@ -90,7 +102,7 @@ class Plan {
   void Leave();
 
   bool is_open() const { return open_.load(std::memory_order_relaxed); }
-  size_t batches() const { return batches_.size(); }
+  size_t batches() const { return layout_.batches.size(); }
   struct Times {
     uint64_t ready_ns = 0;  // work done in Ready: hidden behind the program's own
     uint64_t end_ns = 0;    // in End, waits included: exposed
@@ -104,6 +116,7 @@ class Plan {
     uint32_t waiting = 0;  // members that are not handed over
     uint32_t blocked = 0;  // members that need memory
     bool is_declared = false, is_resolved = false, is_reduced = false, is_done = false;
+    PlanTravel travel;          // between hosts
     std::vector<bool> fetched;  // by rank
     size_t fetched_count = 0;
     Row row;                                                 // of what is reduced in this step
@@ -111,26 +124,33 @@ class Plan {
     Phases phases;
   };
   struct MemberState {
-    uint32_t batch = 0;
     bool is_given = false;
     uint64_t in = 0;
-    std::byte* out = nullptr;
     int64_t given_ns = 0;  // while a timeline is written
   };
 
   int size() const { return static_cast<int>(words_.size()); }
+  bool several_hosts() const { return host_.hosts > 1; }
+  bool owns_slice() const { return host_.rank < host_.owners; }
   const PlanWords& mine() const { return words_[static_cast<size_t>(host_.rank)]; }
-  Status Give(uint32_t member, uint64_t in, std::byte* out);
+  Status Give(uint32_t member, uint64_t in, void* at);
   void Declare(size_t batch);
   void DeclareRest(uint32_t flags);
   // Does what can be done without waiting.
   Status Advance(bool* progressed);
   Status AdvanceBatch(size_t batch, bool* progressed);
   bool IsDeclaredByAll(size_t batch) const;
+  // Which members are reduced: at once on one host, after all hosts have agreed on several.
   void Resolve(size_t batch);
+  void ResolveAgreed(size_t batch);
+  Range Slice(size_t batch, int owner) const;
+  DType TypeOf(size_t batch) const { return spec_.members[batches_[batch].members.front()].dtype; }
   Status ReduceSlice(size_t batch);
+  // Hands the batch to the chain, in its turn, and sees whether it is back.
+  void Travel(size_t batch);
+  void AgreeOnVotes(bool* progressed);
+  bool AwaitsLinks() const { return host_.chain != nullptr && !host_.chain->idle(); }
   void NoteDone(size_t batch) const;
-  Status Fetch(size_t batch, int from);
   bool AllEnded() const;
   bool AllFinished() const;
   // One turn of End; true when nothing is left to do.
@@ -141,24 +161,27 @@ class Plan {
   Status Fail(Status status);
   void Ring();
   void SleepUnlessNews(bool* progressed, Result<bool>* turn);
+  std::string NameOf(int rank) const { return std::to_string(host_.first_rank + rank); }
   std::string Waits() const;
 
   const PlanSpec spec_;
   const PlanHost host_;
-  std::vector<PlanWords> words_;  // by rank
+  const PlanLayout layout_;
+  const std::vector<PlanWords> words_;  // by rank
+  PlanData data_;
   std::vector<BatchState> batches_;
   std::vector<MemberState> members_;
-  std::vector<size_t> counts_;  // elements, by member
-  const size_t chunk_nbytes_;
-  std::vector<std::byte> scratch_;  // a chunk of every other rank, meant to stay in L2
-  std::vector<PeerMemory::Copy> copies_;
-  std::vector<MemberPart> parts_;
+  SharedBytes votes_;
 
   std::atomic<uint32_t> step_{0};
   std::atomic<bool> open_{false};
   bool has_ended_ = false, is_settled_ = false;
-  size_t done_ = 0;      // batches
-  size_t declared_ = 0;  // batches
+  size_t done_ = 0;                           // batches
+  size_t declared_ = 0;                       // batches
+  size_t appended_ = 0;                       // batches
+  std::optional<uint64_t> vote_;              // the job in the chain
+  std::optional<Clock::time_point> left_at_;  // a neighbour is known to have left since, and nothing came
+  std::vector<pollfd> fds_;                   // scratch
   std::vector<uint32_t> needs_;
   Outcome outcome_;
   Status broken_;

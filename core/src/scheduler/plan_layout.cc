@@ -29,6 +29,19 @@ std::vector<std::vector<uint32_t>> PackBatches(std::span<const Member> members, 
   return batches;
 }
 
+PlanLayout::PlanLayout(std::span<const Member> planned, const BatchLimits& limits)
+    : batches(PackBatches(planned, limits)), members(planned.size()) {
+  constexpr size_t kLine = 64;
+  size_t status = 0;
+  for (uint32_t b = 0; b < batches.size(); ++b) {
+    first_status.push_back(status);
+    for (const uint32_t m : batches[b]) {
+      members[m] = {planned[m].count(), b, status++, staged_nbytes};
+      staged_nbytes += (planned[m].nbytes() + kLine - 1) / kLine * kLine;
+    }
+  }
+}
+
 Row::Row(std::vector<uint32_t> members, std::span<const size_t> counts) : members_(std::move(members)) {
   size_t end = 0;
   for (const size_t count : counts) ends_.push_back(end += count);

@@ -20,6 +20,22 @@ struct BatchLimits {
 // is. Pure.
 std::vector<std::vector<uint32_t>> PackBatches(std::span<const Member> members, const BatchLimits& limits);
 
+// Which member is where, the same on all ranks. Pure.
+struct PlanLayout {
+  PlanLayout(std::span<const Member> members, const BatchLimits& limits);
+
+  struct Place {
+    size_t count;      // elements
+    uint32_t batch;    // the fused batch it is in
+    size_t status;     // its place among members in the order of batches
+    size_t staged_at;  // where it stands in the staging area of a rank, in whole cache lines
+  };
+  std::vector<std::vector<uint32_t>> batches;
+  std::vector<size_t> first_status;  // by batch
+  std::vector<Place> members;
+  size_t staged_nbytes = 0;
+};
+
 // Elements begin .. begin + count - 1 of a member.
 struct MemberPart {
   uint32_t member;
@@ -35,6 +51,7 @@ class Row {
   Row(std::vector<uint32_t> members, std::span<const size_t> counts);
 
   size_t count() const { return ends_.empty() ? 0 : ends_.back(); }
+  const std::vector<uint32_t>& members() const { return members_; }
   // The parts of members that elements begin .. end - 1 fall into.
   void Parts(size_t begin, size_t end, std::vector<MemberPart>* parts) const;
 

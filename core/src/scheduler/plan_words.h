@@ -16,6 +16,7 @@ class PlanWords {
     std::atomic<uint32_t> flags;     // written before `ended`
     std::atomic<uint32_t> finished;  // this rank has read all that it needs from others
     std::atomic<uint32_t> gone;      // not 0: this rank takes no part in this step and later ones
+    std::atomic<uint32_t> agreed;    // the votes of all hosts are in agreed_votes()
   };
   struct alignas(64) Bell {
     std::atomic<uint32_t> rung;
@@ -36,10 +37,17 @@ class PlanWords {
   static constexpr uint64_t kEmpty = 2;  // no elements
   static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
-  PlanWords(std::byte* at, size_t batches) : at_(at), batches_(batches) {}
+  // What a rank has of a member, as it travels between hosts; the largest one counts.
+  enum Status : uint8_t { kNothing, kTensor, kDeclined };
+  // For each bit of the flags one vote that it is set, and one that it is not.
+  static constexpr size_t kVotes = 64;
 
+  PlanWords(std::byte* at, size_t batches, size_t members) : at_(at), batches_(batches), members_(members) {}
+
+  // Staging areas may follow.
   static size_t Nbytes(size_t batches, size_t members) {
-    return sizeof(Head) + sizeof(Bell) + batches * sizeof(Batch) + members * sizeof(Place);
+    const size_t nbytes = StatusAt(batches, members) + 2 * members + 2 * kVotes;
+    return (nbytes + 63) / 64 * 64;
   }
 
   Head& head() const { return *reinterpret_cast<Head*>(at_); }
@@ -48,13 +56,26 @@ class PlanWords {
     return *reinterpret_cast<Batch*>(at_ + sizeof(Head) + sizeof(Bell) + b * sizeof(Batch));
   }
   Place& place(size_t member) const {
-    return *reinterpret_cast<Place*>(at_ + sizeof(Head) + sizeof(Bell) + batches_ * sizeof(Batch) +
-                                     member * sizeof(Place));
+    return *reinterpret_cast<Place*>(at_ + PlacesAt(batches_) + member * sizeof(Place));
   }
+  // Several hosts only, for members in the order of batches: what this rank has, before `declared`, and what
+  // all have, before `reduced`.
+  uint8_t* statuses() const { return reinterpret_cast<uint8_t*>(at_ + StatusAt(batches_, members_)); }
+  uint8_t* agreed_statuses() const { return statuses() + members_; }
+  // kVotes each, before `ended` and `agreed`.
+  uint8_t* votes() const { return statuses() + 2 * members_; }
+  uint8_t* agreed_votes() const { return votes() + kVotes; }
+  std::byte* staging() const { return at_ + Nbytes(batches_, members_); }
 
  private:
+  static size_t PlacesAt(size_t batches) { return sizeof(Head) + sizeof(Bell) + batches * sizeof(Batch); }
+  static size_t StatusAt(size_t batches, size_t members) {
+    return PlacesAt(batches) + members * sizeof(Place);
+  }
+
   std::byte* at_;
   size_t batches_;
+  size_t members_;
 };
 
 }  // namespace hvd

@@ -19,12 +19,13 @@ Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
     : options_(options),
       topology_(topology),
       spins_(arena->has_cpu_for_each() ? kSpins : 1),
+      reads_peers_(arena->peers() != nullptr),
+      plan_links_(std::make_shared<PlanLinks>()),
       exchange_(std::move(exchange)),
       arena_(std::move(arena)),
       collectives_(
           topology, *arena_, std::move(links.eager), [this](int awaited_rank) { return Tick(awaited_rank); },
           options.collectives),
-      plan_links_(std::move(links.plan)),
       negotiator_(options.size, options.fusion_nbytes),
       fusion_nbytes_(options.fusion_nbytes),
       next_poll_(Clock::now()),
@@ -40,6 +41,7 @@ Scheduler::Scheduler(const SchedulerOptions& options, const Topology& topology,
       death_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       bell_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       pid_(::getpid()) {
+  plan_links_->links = std::move(links.plan);
   if (topology.hosts() == 1 && options.size <= Mailboxes::kMostRanks)
     mailboxes_ = std::make_unique<Mailboxes>(*arena_);
   if (options.expect_timeline) tracer_.Expect();
@@ -124,12 +126,11 @@ void Scheduler::DeclarePhase(PhaseNews news) {
   NewsFor(Then::kGoesOn);
 }
 
-void Scheduler::Abort(const std::string& reason) {
+void Scheduler::Kill(const Status& reason) {
   {
     MutexLock lock(mutex_);
-    if (!dead_.ok() || close_) return;
-    abort_ = true;
-    abort_reason_ = reason;
+    if (!dead_.ok() || close_ || !kill_.ok()) return;
+    kill_ = reason;
   }
   ending_.store(true, std::memory_order_seq_cst);
   exchange_->Wake();

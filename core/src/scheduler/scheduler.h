@@ -55,11 +55,14 @@ class Scheduler final : public Engine {
       EXCLUDES(mutex_, baton_);
   void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) override EXCLUDES(mutex_);
   void DeclarePhase(PhaseNews news) override EXCLUDES(mutex_);
-  void Abort(const std::string& reason) override EXCLUDES(mutex_);
+  void Kill(const Status& reason) override EXCLUDES(mutex_);
   // Says goodbye and ends the thread.
   void Close() override EXCLUDES(close_mutex_, mutex_, baton_);
   Status status() const override EXCLUDES(mutex_);
   int death_fd() const override { return death_.get(); }
+  bool HasLeft(int rank) const override { return exchange_->HasLeft(rank); }
+  bool reads_peers() const override { return reads_peers_; }
+  uint32_t plan_links_returned() const override { return plan_links_->returned; }
   const Counters& counters() const override { return counters_; }
   Tracer& tracer() override { return tracer_; }
 
@@ -156,13 +159,20 @@ class Scheduler final : public Engine {
   const SchedulerOptions options_;
   const Topology topology_;
   const int spins_;
+  const bool reads_peers_;
+  // One plan at a time has them: both ends must know what comes next without a word. They outlive us with it.
+  struct PlanLinks {
+    RingLinks links;
+    std::atomic<uint32_t> returned{0};
+  };
+  const std::shared_ptr<PlanLinks> plan_links_;
 
   // The baton, and what its holder works with.
   Mutex baton_;
-  const std::unique_ptr<Exchange> exchange_;  // any thread: Wake(), wait_fd()
+  const std::unique_ptr<Exchange> exchange_;  // any thread: Wake(), wait_fd(), HasLeft()
   const std::unique_ptr<Arena> arena_ PT_GUARDED_BY(baton_);
   Collectives collectives_ GUARDED_BY(baton_);
-  RingLinks plan_links_;  // of plans
+  uint32_t plan_links_given_ GUARDED_BY(baton_) = 0;  // to how many plans
   Negotiator negotiator_ GUARDED_BY(baton_);
   std::unique_ptr<Mailboxes> mailboxes_ GUARDED_BY(baton_);  // null if there are several hosts
   std::vector<CacheId> unannounced_ GUARDED_BY(baton_);      // did not fit into the mailbox
@@ -195,8 +205,7 @@ class Scheduler final : public Engine {
   std::vector<std::pair<uint32_t, std::shared_ptr<Segment>>> new_segments_ GUARDED_BY(mutex_);
   std::vector<PhaseNews> phase_news_ GUARDED_BY(mutex_);  // not yet told
   std::vector<Handle*> waiting_ GUARDED_BY(mutex_);       // of threads that wait while another one works
-  std::string abort_reason_ GUARDED_BY(mutex_);
-  bool abort_ GUARDED_BY(mutex_) = false;
+  Status kill_ GUARDED_BY(mutex_);  // not ok: what a thread of the program has ended the Group with
   bool close_ GUARDED_BY(mutex_) = false;
   Status failure_ GUARDED_BY(mutex_);  // to die of
   Status dead_ GUARDED_BY(mutex_);

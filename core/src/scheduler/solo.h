@@ -18,10 +18,13 @@ class Solo final : public Engine {
   bool Wait(Handle&, Clock::time_point, const Interrupt&) override { return true; }
   void AddSegment(uint32_t, std::shared_ptr<Segment>) override {}
   void DeclarePhase(PhaseNews) override {}
-  void Abort(const std::string& reason) override { Die(Status(Code::kAborted, reason)); }
+  void Kill(const Status& reason) override { Die(reason); }
   void Close() override;
   Status status() const override EXCLUDES(mutex_);
   int death_fd() const override { return death_read_.get(); }
+  bool HasLeft(int) const override { return false; }
+  bool reads_peers() const override { return true; }
+  uint32_t plan_links_returned() const override { return 0; }
   const Counters& counters() const override { return counters_; }
   Tracer& tracer() override { return tracer_; }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -69,7 +70,9 @@ class Exchange {
   // What an abort says; kAborted if its code is none.
   static Status ReasonOf(std::string_view abort_payload);
   // `rank` has closed the Group and said so.
-  bool HasLeft(int rank) const { return left_[static_cast<size_t>(rank)]; }
+  bool HasLeft(int rank) const {  // any thread
+    return left_[static_cast<size_t>(rank)];
+  }
   // The rank that has closed the Group so that nothing reaches `rank` or comes from it any more: itself or
   // one on the way to it; -1 while there is none.
   int LeftOnTheWayTo(int rank) const;
@@ -142,7 +145,7 @@ class Exchange {
   Clock::time_point last_poll_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where there is no link
   std::vector<int> neighbours_;
-  std::vector<bool> left_;  // by rank
+  std::vector<std::atomic<bool>> left_;  // by rank
   std::deque<Frame> inbox_;
   Status lost_;
   int lost_peer_ = -1;
