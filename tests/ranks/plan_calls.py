@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import select
 import time
 from typing import Any
 
 import numpy as np
 
-from hvd_core import Group, Sum
+from hvd_core import Average, Group, Sum
 from hvd_core.errors import HorovodInternalError, MismatchError
 
 COUNTS = [3, 70_000, 1, 500_000, 4096, 1_200_000, 17]
@@ -89,10 +90,6 @@ def end_without_peers(group: Group) -> tuple[str, str]:
     return "none", ""
 
 
-def has_plan(group: Group) -> bool:
-    return group.plan([("t", "float32", (1000,))], name="p") is not None
-
-
 _plans: list[Any] = []
 
 
@@ -107,3 +104,41 @@ def end_a_step(group: Group) -> tuple[str, str, float]:
     except HorovodInternalError as error:
         return type(error).__name__, str(error), time.monotonic()
     return "none", "", time.monotonic()
+
+
+def stay_away(group: Group) -> tuple[str, str]:
+    """Rank 1 makes no step; the error that each rank gets when the others have waited too long."""
+    plan = make_plan(group)
+    array = np.ones(COUNTS[0], np.float32)
+    if group.rank == 1:
+        select.select([group.fileno()], [], [], 20)
+    try:
+        plan.begin()
+        plan.ready(0, array.ctypes.data)
+        plan.end(0)
+    except HorovodInternalError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def same_bits_as_eager(group: Group) -> bool:
+    """Average of values whose sum depends on the order of addition."""
+    plan = group.plan([("t", "float32", (300_001,)), ("u", "float32", (5,))], name="bits", op=Average)
+    if plan is None:  # the links are still another plan's
+        return False
+    values = np.random.default_rng(group.rank).standard_normal(300_006, np.float32) * np.float32(1e3)
+    expected = group.allreduce(values, name="eager", op=Average)
+    plan.begin()
+    plan.ready(0, values.ctypes.data)
+    plan.ready(1, values[300_001:].ctypes.data)
+    assert plan.end(0) == []
+    return bool((values == expected).all())
+
+
+def one_plan_at_a_time(group: Group) -> list[bool]:
+    tensors = [("t", "float32", (1000,))]
+    first = group.plan(tensors, name="first")
+    second = group.plan(tensors, name="second")
+    answers = [first is not None, second is not None]
+    del first
+    return [*answers, group.plan(tensors, name="third") is not None]

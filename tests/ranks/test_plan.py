@@ -17,7 +17,6 @@ from tests.ranks.plan_calls import (
     disagree,
     end_a_step,
     end_without_peers,
-    has_plan,
     make_plan_only,
     run_steps,
     step_until_it_fails,
@@ -95,13 +94,6 @@ def test_a_rank_that_closes_is_named() -> None:
         kind, text = ranks[1].result()
         assert kind in ("GroupClosed", "Aborted")
         assert "rank 0" in text
-
-
-def test_no_plan_where_reads_are_switched_off() -> None:
-    with connected_ranks(2, peer_reads=0) as ranks:
-        for rank in ranks:
-            rank.start(has_plan)
-        assert [rank.result() for rank in ranks] == [False, False]
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------

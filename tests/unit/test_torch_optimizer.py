@@ -689,3 +689,27 @@ def test_bad_arguments() -> None:
         assert calls() == []
 
     run_ranks(2, body)
+
+
+def test_a_parameter_of_two_optimizers_is_refused_by_name() -> None:
+    def rank_main(rank: int) -> tuple[str, bool]:
+        model = make_model()
+        first = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+        head = list(model[2].named_parameters("head"))
+        second = torch.optim.SGD([p for _, p in head], 0.1)
+        with pytest.raises(InvalidArgument) as refused:
+            hvd.DistributedOptimizer(second, head)
+        assert isinstance(refused.value, ValueError)
+        loss_of(model, mine(rank, 2, 0)).backward()
+        first.step()  # goes on
+        refusal = str(refused.value)
+        del refused, first
+        hooks_left = any(p._post_accumulate_grad_hooks for p in model.parameters())
+        second = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        loss_of(model, mine(rank, 2, 1)).backward()
+        second.step()
+        return refusal, hooks_left
+
+    for refusal, hooks_left in run_ranks(2, rank_main):
+        assert refusal.startswith("parameter head.weight of shape (1, 7) belongs to another")
+        assert not hooks_left

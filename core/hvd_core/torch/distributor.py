@@ -17,6 +17,7 @@ from ..errors import InvalidArgument
 from ..group import Group, ReduceOp
 from . import end_of_backward
 from .copies import state_of_copy
+from .gradient_hooks import GradientHook, refuse_shared, register, remove_all
 from .gradients import Reduction, reduce_gradients
 from .parameters import default_names
 from .planned import Arrivals, PlannedGradients
@@ -58,7 +59,7 @@ class Distributor:
         self._plans = 0
         self._hand_over: Callable[[torch.Tensor], None] | None = None  # in the running backward
         self._hook_handles: dict[int, Any] = {}
-        weakref.finalize(self, _remove_all, self._hook_handles).atexit = False
+        weakref.finalize(self, remove_all, self._hook_handles).atexit = False
 
     # -- public, as methods of the optimizer --
 
@@ -103,6 +104,7 @@ class Distributor:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
             return self._params
+        refuse_shared(self, params, self._names)
         self._params = params
         self._index = {id(p): i for i, p in enumerate(params)}
         self._versions = [-1] * len(params)
@@ -111,18 +113,13 @@ class Distributor:
         self._labels = [self._names[p] for p in params]
         for key in self._hook_handles.keys() - self._index.keys():
             self._hook_handles.pop(key).remove()
-        weak = weakref.ref(self)
-
-        def on_gradient(param: torch.Tensor) -> None:
-            if (distributor := weak()) is not None:
-                distributor._on_gradient(param)
-
+        on_gradient = GradientHook(self)
         for p in params:
             if id(p) not in self._hook_handles and (p.is_floating_point() or p.is_complex()):
-                self._hook_handles[id(p)] = _register(p, on_gradient)
+                self._hook_handles[id(p)] = register(p, on_gradient)
         return params
 
-    def _on_gradient(self, param: torch.Tensor) -> None:
+    def on_gradient(self, param: torch.Tensor) -> None:
         if not end_of_backward.is_running(self._backward):
             if self._reduced and not self._is_added_to(param):
                 self._reduced = False  # the global gradients are gone: a new step begins
@@ -277,20 +274,3 @@ class Distributor:
         optimizer = self._optimizer()
         assert optimizer is not None
         return state_of_copy(optimizer)
-
-
-def _remove_all(handles: dict[int, Any]) -> None:
-    for handle in handles.values():
-        handle.remove()
-
-
-def _register(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Registers also on a frozen parameter: it may be unfrozen later, and torch keeps the hook."""
-    frozen = not param.requires_grad
-    if frozen:
-        param.requires_grad_(True)
-    try:
-        return param.register_post_accumulate_grad_hook(hook)
-    finally:
-        if frozen:
-            param.requires_grad_(False)

@@ -528,9 +528,11 @@ std::string Plan::Waits() const {
       if (words_[static_cast<size_t>(rank)].batch(b).declared.load() == step) continue;
       missing += (missing.empty() ? "" : ", ") + NameOf(rank);
     }
-    if (missing.empty() && AwaitsLinks()) missing = std::to_string(host_.chain->awaited_rank());
-    return "'" + spec_.name + "', fused batch of '" + spec_.members[batches_[b].members.front()].name + "'" +
-           (missing.empty() ? "" : ", not handed over by rank " + missing);
+    std::string text =
+        "'" + spec_.name + "', fused batch of '" + spec_.members[batches_[b].members.front()].name + "'";
+    if (!missing.empty()) return text + ", not handed over by rank " + missing;
+    const int beyond = AwaitsLinks() ? host_.chain->awaited_rank() : -1;
+    return beyond < 0 ? text : text + ", not back from the host of rank " + std::to_string(beyond);
   }
   std::string missing;
   for (int rank = 0; rank < size(); ++rank) {
@@ -543,7 +545,9 @@ std::string Plan::Waits() const {
 
 Status Plan::CheckStall() {
   const auto age = Clock::now() - ended_at_;
-  if (host_.stall_shutdown > Clock::duration::zero() && age > host_.stall_shutdown) {
+  // Who waits for another host leaves it to a rank there to say who is missing.
+  const auto limit = AwaitsLinks() ? host_.stall_shutdown * 3 / 2 : host_.stall_shutdown;
+  if (host_.stall_shutdown > Clock::duration::zero() && age > limit) {
     const Status status(Code::kTimeout, Waits() + " for " + SecondsText(age) + " (stall_shutdown_s)");
     host_.kill(status);
     return status;
