@@ -17,7 +17,7 @@ from ..errors import InvalidArgument
 from ..group import Group, ReduceOp
 from . import end_of_backward
 from .copies import state_of_copy
-from .gradient_hooks import GradientHook, refuse_shared, register, remove_all
+from .gradient_hooks import GradientHook, register, remove_all, take_over
 from .gradients import Reduction, reduce_gradients
 from .parameters import default_names
 from .planned import Arrivals, PlannedGradients
@@ -58,6 +58,7 @@ class Distributor:
         self._planned_in: weakref.ref[Group] | None = None  # the Group in which we have tried to make one
         self._plans = 0
         self._hand_over: Callable[[torch.Tensor], None] | None = None  # in the running backward
+        self._lost: torch.Tensor | None = None  # a parameter that another optimizer has taken over
         self._hook_handles: dict[int, Any] = {}
         weakref.finalize(self, remove_all, self._hook_handles).atexit = False
 
@@ -104,7 +105,7 @@ class Distributor:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if len(params) == len(self._params) and all(map(operator.is_, params, self._params)):
             return self._params
-        refuse_shared(self, params, self._names)
+        take_over(self, params)
         self._params = params
         self._index = {id(p): i for i, p in enumerate(params)}
         self._versions = [-1] * len(params)
@@ -118,6 +119,18 @@ class Distributor:
             if id(p) not in self._hook_handles and (p.is_floating_point() or p.is_complex()):
                 self._hook_handles[id(p)] = register(p, on_gradient)
         return params
+
+    def lose(self, param: torch.Tensor) -> None:
+        self._hook_handles.pop(id(param)).remove()
+        self._lost = param
+
+    def _check_owned(self) -> None:
+        if self._lost is not None:
+            raise InvalidArgument(
+                f"parameter {self._names[self._lost]} of shape {tuple(self._lost.shape)} belongs to another "
+                "DistributedOptimizer, made later than this one, and its gradient can be reduced only once: "
+                "give each parameter to one optimizer"
+            )
 
     def on_gradient(self, param: torch.Tensor) -> None:
         if not end_of_backward.is_running(self._backward):
@@ -153,6 +166,7 @@ class Distributor:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._check_owned()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             if not self._reduced and not self._skip:
@@ -188,6 +202,7 @@ class Distributor:
     # -- gradients --
 
     def _reduce(self, group: Group | None = None) -> None:
+        self._check_owned()
         group = basics.default_group() if group is None else group
         params = self._current_params()
         self._passes = 0

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from ..errors import InvalidArgument
-
 
 class Owner(Protocol):
     def on_gradient(self, param: torch.Tensor) -> None: ...
+
+    def lose(self, param: torch.Tensor) -> None:
+        """Another owner takes the parameter: remove the hook from it."""
 
 
 class GradientHook:
@@ -30,26 +30,14 @@ class GradientHook:
             owner.on_gradient(param)
 
 
-def refuse_shared(owner: Owner, params: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
-    """Raises `InvalidArgument` if another optimizer that is alive has one of the parameters: each would
-    reduce the gradient, the second one what the first has reduced."""
-    if _first_shared(owner, params) is None:
-        return
-    gc.collect()  # perhaps it is dropped, and in a circle of the program's
-    if (shared := _first_shared(owner, params)) is not None:
-        raise InvalidArgument(
-            f"parameter {names.get(shared, '?')} of shape {tuple(shared.shape)} belongs to another "
-            "DistributedOptimizer already, and its gradient can be reduced only once. Give each parameter to "
-            "one optimizer, or drop the other optimizer first (del)"
-        )
-
-
-def _first_shared(owner: Owner, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def take_over(owner: Owner, params: Sequence[torch.Tensor]) -> None:
+    """Before `owner` gets hooks on these parameters: whoever else has some is told of the loss. Two would
+    reduce a gradient twice, the second what the first has reduced."""
     for p in params:
-        for hook in (p._post_accumulate_grad_hooks or {}).values():
-            if isinstance(hook, GradientHook) and hook.owner() not in (None, owner):
-                return p
-    return None
+        for hook in list((p._post_accumulate_grad_hooks or {}).values()):
+            if isinstance(hook, GradientHook) and (other := hook.owner()) not in (None, owner):
+                assert other is not None
+                other.lose(p)
 
 
 def register(param: torch.Tensor, hook: GradientHook) -> Any:

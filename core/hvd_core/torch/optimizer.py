@@ -45,7 +45,8 @@ def DistributedOptimizer(
     averaged, as everywhere in torch), or in `step()` if fewer were made. A gradient missing on some ranks
     counts as zero there; one missing everywhere stays None. A rank that made no backward takes part in
     `step()`, or in `synchronize()`, which it must then call before it looks at gradients. A closure given to
-    `step` returns the average of the ranks' losses. With one rank nothing changes.
+    `step` returns the average of the ranks' losses. With one rank nothing changes. A parameter belongs to the
+    optimizer that was made last; an older one that has it too raises `InvalidArgument` when it is used.
 
     Added to the optimizer: `synchronize()` reduces now if that is still to be done; `skip_synchronize()`, a
     context in which `step()` takes the gradients as they are; `set_backward_passes_per_step(n)`. A copy of
