@@ -100,8 +100,9 @@ def test_two_classes(spark: Any, df: Any) -> None:
     np.testing.assert_allclose(column(rows, "probability"), np.stack([1 - p, p], 1), rtol=1e-4)
     order = [np.argsort(column(rows, "rawPrediction")[:, 1]).tolist(), np.argsort(p).tolist()]
     assert order[0] == order[1]
+    as_double = out.withColumn("prediction", out.prediction.cast("double"))  # as Spark wants it
     areas = [
-        BinaryClassificationEvaluator(labelCol="two", rawPredictionCol=name).evaluate(out)
+        BinaryClassificationEvaluator(labelCol="two", rawPredictionCol=name).evaluate(as_double)
         for name in ("rawPrediction", "probability", "prediction")
     ]
     assert areas[0] == pytest.approx(areas[1]) == pytest.approx(areas[2])
