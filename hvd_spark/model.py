@@ -107,6 +107,14 @@ class HorovodModel(Model, Knobs, Stored):
             raise RuntimeError(f"No training summary available for this {type(self).__name__}")
         return self.result
 
+    def plot(self, path: Any = None) -> Any:
+        """`summary.plot(path)`: losses, metrics, rows/s and where the time went, by epoch, as a matplotlib
+        Figure."""
+        return self.summary.plot(path)
+
+    def _repr_html_(self) -> str | None:
+        return self.summary._repr_html_() if self.hasSummary else None
+
     def getModel(self) -> Any:
         """A copy of the model with its weights, of the user's class."""
         return pickle.loads(cloudpickle.dumps(self._model()))

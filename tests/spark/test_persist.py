@@ -58,6 +58,9 @@ def test_model(spark: Any, df: Any, fitted: Any, tmp_path: Path) -> None:
         p.name: v for p, v in model.extractParamMap().items()
     }
     assert back.result == model.result and back.history == model.history
+    loss, *_ = back.plot(tmp_path / "fit.png").axes
+    assert list(loss.get_lines()[0].get_ydata()) == [entry["loss"] for entry in model.history]
+    assert (tmp_path / "fit.png").exists() and model.summary.summary.splitlines()[0] in back._repr_html_()
     assert type(back.getModel()) is nets.OneInput
     assert torch.equal(nets.parameters_of(back.getModel()), nets.parameters_of(model.getModel()))
     frame = fitted[1].stages[0].transform(df)
@@ -73,6 +76,7 @@ def test_model(spark: Any, df: Any, fitted: Any, tmp_path: Path) -> None:
 def test_overwrite_and_what_is_no_model(spark: Any, fitted: Any, tmp_path: Path) -> None:
     path = f"{tmp_path}/m"
     one = HorovodModel(model=nets.OneInput(2), feature_cols=["a", "b"])
+    assert one._repr_html_() is None
     one.save(path)
     with pytest.raises(Exception, match=r"(?i)already exists"):
         one.save(path)
