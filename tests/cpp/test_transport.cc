@@ -162,6 +162,27 @@ TEST(another_thread_may_wait_for_news) {
   CHECK(a.next_beat() > Clock::now() && a.next_beat() < In(30));
 }
 
+TEST(who_hears_an_abort_tells_it_before_it_goes) {
+  Links ab = LinkPair(), bc = LinkPair();
+  Exchange a(Topology::OneHost(0, 3), Seconds(30)), c(Topology::OneHost(2, 3), Seconds(30));
+  a.Add(1, std::move(ab.first), 0);
+  c.Add(1, std::move(bc.second), 0);
+  {
+    Exchange b(Topology::OneHost(1, 3), Seconds(30));
+    b.Add(0, std::move(ab.second), 0);
+    b.Add(2, std::move(bc.first), 0);
+    c.PostAll(FrameKind::kAbort, "why");  // has not reached a yet
+    b.Poll(In(5));
+    const auto heard = b.Next();
+    CHECK(heard.has_value());
+    b.PostAll(FrameKind::kAbort, heard->payload);
+    b.Linger(In(5));
+  }
+  a.Poll(In(5));
+  const auto heard = a.Next();
+  CHECK(heard.has_value() && heard->payload == "why");
+}
+
 TEST(a_peer_that_reads_late_gets_everything) {
   Links links = LinkPair();
   Exchange a(Topology::OneHost(0, 2), Seconds(30)), b(Topology::OneHost(1, 2), Seconds(30));

@@ -103,7 +103,10 @@ void Exchange::Post(int peer, FrameKind kind, std::string_view payload) {
 }
 
 void Exchange::PostAll(FrameKind kind, std::string_view payload) {
-  if (kind == FrameKind::kAbort && std::exchange(aborted_, true)) return;
+  if (kind == FrameKind::kAbort) {
+    knows_abort_ = true;
+    if (std::exchange(told_abort_, true)) return;
+  }
   for (const int peer : neighbours_) PostTo(peer, kind, FrameHeader::kEveryone, payload);
 }
 
@@ -261,7 +264,7 @@ bool Exchange::IsPlausible(const FrameHeader& header, int from) const {
 // True if there is something for the caller in it.
 bool Exchange::Take(int from, const FrameHeader& header, std::string_view bytes) {
   if (header.destination == FrameHeader::kEveryone) {
-    if (header.kind == FrameKind::kAbort && std::exchange(aborted_, true)) return false;
+    if (header.kind == FrameKind::kAbort && std::exchange(knows_abort_, true)) return false;
     Flood(bytes, from);
   } else if (header.destination >= 0 && header.destination != topology_.rank) {
     Queue(topology_.NextHop(topology_.rank, header.destination), std::string(bytes), -1);

@@ -44,8 +44,8 @@ class Exchange {
 
   // Queues a frame and sends what fits now. Dropped if a rank on the way has left or is lost.
   void Post(int peer, FrameKind kind, std::string_view payload);
-  // To every other rank. Of aborts only the first one that this rank sends or hears: the others are its
-  // echoes.
+  // To every other rank. An abort once only, also when it is the echo of one that was heard: a neighbour
+  // that has not heard it yet must read the reason before it finds this rank's connection ended.
   void PostAll(FrameKind kind, std::string_view payload);
   // To the other ranks of this host. pass_fd must stay open until the frame is gone.
   void PostHost(FrameKind kind, std::string_view payload, int pass_fd = -1);
@@ -150,8 +150,9 @@ class Exchange {
   Status lost_;
   int lost_peer_ = -1;
   Status heard_abort_;
-  bool aborted_ = false;  // an abort is known here, so that no other is sent or passed on
-  bool leaving_ = false;  // in Linger: an ended connection is no loss
+  bool told_abort_ = false;
+  bool knows_abort_ = false;  // told or heard: those that come later are echoes
+  bool leaving_ = false;      // in Linger: an ended connection is no loss
   UniqueFd wake_, epoll_;
   Status status_;
 };
