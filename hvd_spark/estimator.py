@@ -21,7 +21,7 @@ from hvd_core.train.checkpoint import check_checkpoint_dir
 from hvd_core.train.predict import heads_of
 from hvd_core.train.torch_model import load_weights
 
-from . import preflight, rank
+from . import preflight, rank, session
 from .launcher import JobSpec, Outcome, launch
 from .model import HorovodModel
 from .params import JOB, KNOBS, Knobs, provide
@@ -137,7 +137,8 @@ def _fit_all(dataset: DataFrame, stages: Sequence[HorovodEstimator]) -> list[Hor
         dataset = _joined(dataset, apart, specs)
     planned = []
     for stage, spec in zip(stages, specs, strict=True):
-        if spec.checkpoint_dir is not None:
+        # Under Spark Connect this machine need not see what the executors see; rank 0 looks in any case.
+        if spec.checkpoint_dir is not None and session.context_of(dataset.sparkSession) is not None:
             check_checkpoint_dir(spec.checkpoint_dir)
         size = preflight.check_cluster(dataset.sparkSession, stage.getNumProc())  # type: ignore[attr-defined]
         planned.append(_Planned(stage, spec, size, preflight.check_columns(dataset, spec)))

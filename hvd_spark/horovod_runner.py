@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import hvd_core
 from hvd_core.errors import InvalidArgument
+from hvd_core.train.trackers import tracking_env
 
 from .runner import run
 
@@ -33,5 +34,5 @@ class HorovodRunner:
         """Raises as `hvd_spark.run` does, for np < 0 as `hvd_core.run`."""
         np, printed = self.num_processor, self.driver_log_verbosity == "all"
         if np < 0:
-            return hvd_core.run(main, (), kwargs, num_proc=-np, printed=printed)[0]
+            return hvd_core.run(main, (), kwargs, num_proc=-np, env=tracking_env(), printed=printed)[0]
         return run(main, (), kwargs, num_proc=np or None, printed=printed)[0]

@@ -26,7 +26,8 @@ class Watch:
 
     def __init__(self, spark: Any, tag: str, runner: threading.Thread):
         self._spark, self._tag, self._runner = spark, tag, runner
-        self._busy_at: float | None = None
+        self._ran_at: float | None = None  # when a task of this job was last seen, or first looked for
+        self._turn_at = 0.0  # when another job of this process last had its turn
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -55,19 +56,20 @@ class Watch:
         """0 while a task runs, or a task of another job of this process: its turn comes after that one."""
         with self._lock:
             others = [watch for watch in self._open if watch is not self]
-        if any(watch._is_busy() for watch in others):
-            self._busy_at = time.monotonic()
-        return self._idle_s()
+        if any(watch._runs() for watch in others):
+            self._turn_at = time.monotonic()
+        if self._ran_at is None or self._done.is_set():
+            return 0.0
+        return time.monotonic() - max(self._ran_at, self._turn_at)
 
     def stop(self) -> None:
         """The job is under way: it needs no more watching."""
         self._done.set()
 
-    def _is_busy(self) -> bool:
-        return self._done.is_set() or (self._busy_at is not None and self._idle_s() < _GAP_S)
-
-    def _idle_s(self) -> float:
-        return 0.0 if self._busy_at is None or self._done.is_set() else time.monotonic() - self._busy_at
+    def _runs(self) -> bool:
+        """Of its own: two jobs that wait for a third do not take each other for running."""
+        ran_at = self._ran_at
+        return self._done.is_set() or (ran_at is not None and time.monotonic() - ran_at < _GAP_S)
 
     def _poll(self, context: Any) -> None:
         tracker = context._jsc.sc().statusTracker()
@@ -76,15 +78,15 @@ class Watch:
                 jobs = tracker.getJobIdsForTag(self._tag)
                 stages = {stage for job in jobs for stage in _stages(tracker, job)}
                 running = [_active(tracker.getStageInfo(stage)) for stage in stages]
-                if self._busy_at is None or any(running):
-                    self._busy_at = time.monotonic()
+                if self._ran_at is None or any(running):
+                    self._ran_at = time.monotonic()
         except Exception:  # noqa: BLE001  Sparks before 4.0 do not know jobs by tag; a session may stop
-            self._busy_at = None
+            self._ran_at = None
 
     def _told(self, stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
         """Called for every operation of the session, on its own thread."""
-        if threading.current_thread() is self._runner and (inflight_tasks or self._busy_at is None):
-            self._busy_at = time.monotonic()
+        if threading.current_thread() is self._runner and (inflight_tasks or self._ran_at is None):
+            self._ran_at = time.monotonic()
 
 
 def _stages(tracker: Any, job: int) -> list[int]:

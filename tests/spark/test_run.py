@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hvd_spark
-from hvd_spark import InvalidArgument, NotEnoughSlots, NotPicklable, RankFailed, launcher
+from hvd_spark import InvalidArgument, NotEnoughSlots, NotPicklable, RankFailed, launcher, session
 from hvd_spark.feed import FeedServer
 
 from . import jobs
@@ -278,9 +278,20 @@ def test_r19_busy_slots(spark: Any, capfd: Any, tmp_path: Path) -> None:
     pipe = open(fifo, "w")  # noqa: SIM115  opens once a task has opened it
     started = time.monotonic()
     try:
+        gave_up = []
+
+        def wait_too() -> None:
+            with pytest.raises(NotEnoughSlots):
+                hvd_spark.run(jobs.greet, ("hello",), num_proc=2, start_timeout_s=6)
+            gave_up.append(time.monotonic() - started)
+
+        other = session.thread(spark, wait_too)  # two that wait must not keep each other waiting
+        other.start()
         with pytest.raises(NotEnoughSlots, match=r"waited \d+ s for 2 slots.*start_timeout_s=6"):
             hvd_spark.run(jobs.greet, ("hello",), num_proc=2, start_timeout_s=6)
         assert time.monotonic() - started < 15
+        other.join(30)
+        assert len(gave_up) == 1 and gave_up[0] < 20
         assert "waiting for 2 slots" in capfd.readouterr().err
     finally:
         pipe.close()

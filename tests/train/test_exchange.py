@@ -38,6 +38,8 @@ def dealt(parts: list[pa.Table], spec: TrainSpec) -> list[list[bytes]]:
 
     def rank_main(rank: int) -> list[bytes]:
         shard = exchange.deal_by_hash(spec, shard_of(parts[rank], spec), Ranks(basics.default_group()))
+        if not shard.rows:
+            return []
         columns = [shard.block(i).reshape(shard.rows, -1) for i in range(len(shard.blocks))]
         return sorted(b"".join(c[i].tobytes() for c in columns) for i in range(shard.rows))
 
@@ -59,6 +61,12 @@ def test_each_rank_gets_an_equal_part_that_only_the_rows_decide(
     assert whole == other == first
     assert [len(r) for r in whole] == [47, 47, 46]
     assert sorted(x for r in whole for x in r) == dealt([rows], spec)[0]
+
+
+def test_fewer_rows_than_ranks() -> None:
+    rows = table(2)
+    parts = dealt([rows, rows.slice(2), rows.slice(2)], spec_of(row_order="global"))
+    assert sorted(map(len, parts)) == [0, 1, 1]
 
 
 def fits(spec: TrainSpec, layouts: list[list[pa.Table]]) -> list[FitResult]:

@@ -309,3 +309,47 @@ def test_rows_seen_are_those_of_this_run(tmp_path: Path) -> None:
         result = fit_local(with_(spec, resume=True, epochs=2), table(50))
     assert [e["rows"] for e in result.history] == [80, 50]
     assert (result.rows_seen, result.rows_sent, result.timeline_path) == (50, 50, None)
+
+
+def test_another_metric_begins_anew(tmp_path: Path) -> None:
+    """A loss of the first run is not compared with a metric of the second."""
+    far = {"far": lambda out, label: (out - label).abs() + 100.0}
+    spec = spec_of(checkpoint_dir=str(tmp_path), epochs=2, metrics=far, validation=0.2)
+    fit_local(with_(spec, early_stopping=EarlyStopping("val_loss", patience=5)), table())
+    with pytest.warns(CheckpointWarning, match="early_stopping was EarlyStopping"):
+        result = fit_local(
+            with_(spec, resume=True, epochs=4, early_stopping=EarlyStopping("val_far", patience=1)), table()
+        )
+    assert len(result.history) == 4 and result.best_epoch >= 2
+    assert result.history[result.best_epoch]["val_far"] == min(e["val_far"] for e in result.history[2:])
+
+
+def test_a_run_that_had_ended_says_so_of_other_rows(tmp_path: Path) -> None:
+    spec = spec_of(checkpoint_dir=str(tmp_path), epochs=1)
+    first = fit_local(spec, table(80))
+    with pytest.warns(CheckpointWarning, match="nothing is trained"):
+        again = fit_local(with_(spec, resume=True), table(50))
+    assert again.weights == first.weights and again.history == first.history
+    assert again.rows_seen == again.rows_sent == 50
+
+
+def test_the_rest_of_an_epoch_is_not_a_whole_one(tmp_path: Path) -> None:
+    """7 steps each; the first run stops after 4, the second has nothing but the other 3."""
+    spec = spec_of(checkpoint_dir=str(tmp_path))
+    fit_local(with_(spec, epochs=None, max_steps=4), table())
+    result = fit_local(with_(spec, epochs=1, resume=True), table())
+    assert [e["steps"] for e in result.history] == [4, 3]
+    assert result.rows_seen == result.rows_sent == 50
+
+
+def test_fewer_steps_than_were_made_already(tmp_path: Path) -> None:
+    spec = spec_of()
+    cut(spec, tmp_path, 5, checkpoint_every=2)
+    result = resumed(spec, tmp_path, epochs=None, max_steps=3)
+    assert result.history == [] and result.best_epoch == 0
+
+
+def test_a_relative_directory_is_this_process_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert spec_of(checkpoint_dir="runs/1").checkpoint_dir == str(tmp_path / "runs/1")
+    assert spec_of(checkpoint_dir="s3://b/runs").checkpoint_dir == "s3://b/runs"

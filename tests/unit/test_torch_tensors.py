@@ -335,6 +335,29 @@ def test_memory_lives_while_it_is_worked_in(drop: bool) -> None:
         assert all(tensor() is None for tensor in alive)
 
 
+def test_garbage_is_left_whole_while_it_is_worked_in() -> None:
+    """A handle in a circle with its own tensors: the collector would clear their list, and their memory."""
+
+    class Circle:
+        pass
+
+    def forget(group: Any) -> weakref.ref[Any]:
+        circle: Any = Circle()
+        circle.me = circle
+        tensors = [torch.ones(1000), torch.ones(1000)]
+        circle.handle = group.grouped_allreduce_async(tensors, name="circle")
+        return weakref.ref(tensors[0])
+
+    with connected(2) as ranks:
+        first, second = ranks.groups
+        alive = forget(first)
+        gc.collect()
+        assert alive() is not None
+        mine = [torch.ones(1000), torch.ones(1000)]
+        second.grouped_allreduce_async(mine, name="circle").wait(timeout_s=20)
+        assert mine[1].sum() == 2000
+
+
 def test_a_native_handle() -> None:
     with connected(2) as ranks:
         first, second = ranks.groups

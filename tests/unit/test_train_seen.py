@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,23 @@ def test_without_an_active_run_it_makes_one_and_ends_it(mlflow: Any) -> None:
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("flights").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
+
+
+def test_a_second_fit_goes_to_the_same_run(mlflow: Any) -> None:
+    """As in a cross-validation; MLflow lets nobody change a parameter."""
+    with mlflow.start_run() as run:
+        fit(MLflow(), validation=0.25)
+        result = fit(MLflow(), validation=0.5)
+    client = mlflow.MlflowClient()
+    assert client.get_run(run.info.run_id).data.params["validation"] == "0.25"
+    logged = client.get_metric_history(run.info.run_id, "loss")
+    assert [m.value for m in logged[-EPOCHS:]] == [e["loss"] for e in result.history]
+
+
+def test_tracking_uris() -> None:
+    for uri in ("databricks", "databricks-uc", "http://host:5000", "sqlite:////x/y.db"):
+        assert MLflow(run_id="0", tracking_uri=uri)._uri == uri
+    assert MLflow(run_id="0", tracking_uri="runs")._uri == os.path.abspath("runs")
 
 
 def test_a_server_that_fails_later_costs_one_warning(mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:

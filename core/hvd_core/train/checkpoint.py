@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import tree
-from .storage import Storage, child
+from .storage import Storage, child, shown
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -151,7 +151,7 @@ def load_checkpoint(url: str) -> Checkpoint:
         return CheckpointDir(f"{parent}{mark}{query}").read(name)
     found, wrong = CheckpointDir(url).last()
     if found is None:
-        raise CheckpointError("; ".join([f"there is no checkpoint that verifies at {url}", *wrong]))
+        raise CheckpointError("; ".join([f"there is no checkpoint that verifies at {shown(url)}", *wrong]))
     return found
 
 

@@ -10,6 +10,7 @@ import json
 
 import numpy as np
 
+from ..config import Config
 from .agree import compare_shards
 from .ranks import Ranks
 from .shard import BlockFiles, Shard, ShardBlock, default_memory_bytes, describe_blocks
@@ -28,8 +29,9 @@ def deal_by_hash(spec: TrainSpec, shard: Shard, ranks: Ranks) -> Shard:
     _, blocks = compare_shards(shard, ranks)
     shard = Shard(shard.rows, blocks, shard.maps, shard.nulls)
     on_host = 1 if ranks.group is None else ranks.group.local_size
-    memory_bytes = spec.shard_memory_bytes or default_memory_bytes(on_host)
-    files = BlockFiles([b.role for b in blocks], memory_bytes, spec.shard_dir)
+    config = Config.from_env()
+    memory_bytes = spec.shard_memory_bytes or config.shard_memory_bytes or default_memory_bytes(on_host)
+    files = BlockFiles([b.role for b in blocks], memory_bytes, spec.shard_dir or config.shard_dir)
     try:
         exchange_rows(shard, destinations(shard, ranks), ranks, files)
         head = {"rows": files.rows, "blocks": describe_blocks(blocks), "nulls": shard.nulls}
@@ -49,7 +51,8 @@ def destinations(shard: Shard, ranks: Ranks) -> np.ndarray:
     bounds = np.array([-(-r * total // ranks.size) for r in range(1, ranks.size)], np.int64)
     targets = np.searchsorted(bounds, before[bins], side="right")
     is_split = np.zeros(1 << _BITS, bool)
-    is_split[np.searchsorted(before, bounds, side="right") - 1 if total else []] = True
+    inner = bounds[bounds < total]  # fewer rows than ranks: the last parts are empty
+    is_split[np.searchsorted(before, inner, side="right") - 1] = True
     near = np.flatnonzero(is_split[bins])
     near = near[np.lexsort((hashes[near, 1], hashes[near, 0]))]
     own, first, repeats = _runs(hashes[near])

@@ -89,6 +89,7 @@ class _Loop:
         self._due = False
         #: Epochs of the history that an earlier process trained, perhaps on other rows.
         self._earlier = 0
+        self._has_trained = False
         self._last_progress = 0.0
         self._start = time.perf_counter()
 
@@ -123,7 +124,7 @@ class _Loop:
         self._run = Run(self._spec, framework.model, framework.optimizer, ranks.rank, ranks.size)
         self._run.history, self._run.step = progress.history, progress.step
         progress.ended = None
-        self._earlier = len(progress.history)
+        self._earlier, self._has_trained = len(progress.history), True
         self._call("on_train_begin")
         while self._stop_at() > progress.position:
             self._run.epoch = progress.epoch
@@ -271,9 +272,12 @@ class _Loop:
             known = ", ".join(k for k, v in entry.items() if isinstance(v, float))
             raise InvalidArgument(f"early_stopping: there is no metric {metric!r}, only {known}")
         watch = rule or EarlyStopping(metric)
+        best = progress.best
+        if best is not None and (best.metric, best.mode) != (metric, watch.mode):  # of an earlier process
+            progress.best, progress.since_better = None, 0
         is_best = watch.better(entry[metric], None if progress.best is None else progress.best.value)
         if is_best:
-            progress.best = Best(progress.epoch, entry[metric], name_of(progress.step))
+            progress.best = Best(progress.epoch, entry[metric], metric, watch.mode, name_of(progress.step))
             progress.since_better = 0
             if rule is not None and rule.restore_best and self._ranks.rank == 0:
                 self._best_weights = self._framework.weights()
@@ -344,7 +348,7 @@ class _Loop:
             f"{ranks.size} rank{'s' * (ranks.size > 1)}, {plan.total} training rows and "
             f"{self._validation_rows} for validation, up to {batch} rows in a step, "
             f"{plan.steps} steps an epoch",
-            f"learning rate {history[0]['lr']:g}"
+            f"learning rate {history[0]['lr'] if history else self._framework.learning_rate:g}"
             + (f" ({spec.lr_scaling} scaling with the number of ranks)" if spec.lr_scaling else ""),
             f"{len(history)} epochs, {', '.join(f'{k} {v:.2f} s' for k, v in progress.seconds.items())}",
             *troubles(self._data)[:20],
@@ -353,8 +357,8 @@ class _Loop:
         return FitResult(
             weights=weights,
             history=history,
-            best_epoch=progress.best.epoch if progress.best is not None else len(history) - 1,
-            rows_seen=max(int(e["rows"]) for e in history[self._earlier :]) + self._validation_rows,
+            best_epoch=progress.best.epoch if progress.best is not None else max(0, len(history) - 1),
+            rows_seen=self._rows_seen() + self._validation_rows,
             rows_sent=rows_sent,
             train_rows=plan.total,
             validation_rows=self._validation_rows,
@@ -366,6 +370,14 @@ class _Loop:
             timeline_path=None if ranks.group is None else _timeline_path(),
             data=[asdict(report) for report in self._data],
         )
+
+    def _rows_seen(self) -> int:
+        """In an epoch of this process; one that it went on with in the middle says nothing, and each was
+        compared with its plan already."""
+        entries = self._progress.history[self._earlier :] if self._has_trained else []
+        whole = self._spec.max_steps is None
+        counted = [int(e["rows"]) for e in entries if not whole or e["steps"] == self._plan.steps]
+        return max(counted, default=self._plan.total)
 
 
 def _timeline_path() -> str | None:

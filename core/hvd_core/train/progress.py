@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from .spec import TrainSpec
+from .spec import EarlyStopping, Scheduler, TrainSpec
 
 #: Fields that decide which rows a rank uses in a step.
 _ORDER = (
@@ -23,10 +23,13 @@ _FREE = frozenset(
 
 @dataclass
 class Best:
-    """The best epoch so far by the monitored metric, and the checkpoint that has its weights ("": none)."""
+    """The best epoch so far by `metric` ("min" or "max" is best), and the checkpoint that has its weights
+    ("": none)."""
 
     epoch: int
     value: float
+    metric: str
+    mode: str
     checkpoint: str = ""
 
 
@@ -52,9 +55,13 @@ class Progress:
 
     def stop_at(self, spec: TrainSpec, steps: int) -> int:
         """Up to which of its `steps` the epoch goes; `position` when there is nothing to do any more."""
-        if self.ended in ("early", "callback") or (spec.epochs is not None and self.epoch >= spec.epochs):
+        if self.has_ended(spec):
             return self.position
         return steps if spec.max_steps is None else min(steps, self.position + spec.max_steps - self.step)
+
+    def has_ended(self, spec: TrainSpec) -> bool:
+        """Whether a run of this spec would have nothing more to train, with whatever rows."""
+        return self.ended in ("early", "callback") or (spec.epochs is not None and self.epoch >= spec.epochs)
 
     def to_facts(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,6 +85,8 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(f'{k}: {_text(v)}' for k, v in value.items())}}}"
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
+    if isinstance(value, (EarlyStopping, Scheduler)):
+        return f"{type(value).__name__}({', '.join(f'{k}={_text(v)}' for k, v in vars(value).items())})"
     named = value if hasattr(value, "__qualname__") else type(value)
     return str(named.__qualname__)
 

@@ -89,7 +89,10 @@ class Checkpoints:
         if changed:
             self._warn(f"{found.url}: the settings are others now: {'; '.join(changed)}")
         if lost:
-            self._warn(f"{found.url}: {'; '.join(lost)}: epoch {progress.epoch} starts from its beginning")
+            then = f"epoch {progress.epoch} starts from its beginning"
+            if progress.has_ended(self._spec):
+                then = "but that run had ended, so its result is given back and nothing is trained"
+            self._warn(f"{found.url}: {'; '.join(lost)}: {then}")
             progress.restart_epoch()
         self._find_best(progress, found)
         sums = EpochSums()

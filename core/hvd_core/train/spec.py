@@ -264,7 +264,10 @@ def _check_checkpoints(spec: TrainSpec) -> None:
             if getattr(spec, name) not in (None, False):
                 raise InvalidArgument(f"{name} needs checkpoint_dir, the URL of the run's directory")
         return
-    object.__setattr__(spec, "checkpoint_dir", os.fspath(spec.checkpoint_dir))
+    directory = os.fspath(spec.checkpoint_dir)
+    if ":" not in directory:  # a path: of this process's directory, wherever rank 0 will run
+        directory = os.path.abspath(directory)
+    object.__setattr__(spec, "checkpoint_dir", directory)
     every = "epoch" if spec.checkpoint_every is None else spec.checkpoint_every
     keep = 2 if spec.keep_checkpoints is None else spec.keep_checkpoints
     if every != "epoch" and not _is_count(every):

@@ -37,7 +37,9 @@ def weights_bytes(state: Mapping[str, Any]) -> bytes:
             pairs.append(name)
             value = torch.view_as_real(value)
         address = value.untyped_storage().data_ptr()
-        tensors[name] = value.clone() if address in seen else value.contiguous()
+        tensors[name] = (
+            value.clone(memory_format=torch.contiguous_format) if address in seen else value.contiguous()
+        )
         seen.add(address)
     return bytes(save(tensors, {_ABOUT: json.dumps({"plain": plain, "complex": pairs})}))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ..errors import InvalidArgument
+from .storage import shown
 
 if TYPE_CHECKING:
     from .loop import Run
@@ -65,8 +66,10 @@ class MLflow:
             self._owns = True
         from mlflow.entities import Param
 
+        there = client.get_run(self.run_id).data.params  # of an earlier fit; MLflow lets nobody change them
         settings = {**_settings(run.spec), "ranks": run.size}
-        client.log_batch(self.run_id, params=[Param(k, str(v)[:_PARAM_LENGTH]) for k, v in settings.items()])
+        params = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in settings.items() if k not in there]
+        client.log_batch(self.run_id, params=params)
 
     def on_epoch_end(self, run: Run, logs: Mapping[str, Any]) -> None:
         if run.rank != 0:
@@ -158,7 +161,8 @@ def _imported(module: str, package: str) -> Any:
 
 def _absolute(uri: str) -> str:
     """A path means the same in every process; other URIs are left alone."""
-    return uri if urlsplit(uri).scheme else os.path.abspath(uri)
+    named = urlsplit(uri).scheme or uri in ("databricks", "databricks-uc", "uc")
+    return uri if named else os.path.abspath(uri)
 
 
 def _experiment_id(client: Any, name: str | None) -> str:
@@ -176,7 +180,9 @@ def _settings(spec: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(spec):
         value = getattr(spec, field.name)
-        if isinstance(value, (bool, int, float, str)):
+        if field.name == "checkpoint_dir" and value is not None:
+            found[field.name] = shown(value)
+        elif isinstance(value, (bool, int, float, str)):
             found[field.name] = value
         elif field.name in ("feature_cols", "label_cols"):
             found[field.name] = ", ".join(value)

@@ -43,8 +43,11 @@ int Traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(work.owner.ptr());
   Py_VISIT(work.face.ptr());
-  Py_VISIT(work.input.ptr());
-  Py_VISIT(work.output.ptr());
+  // While the core works in them they must not be taken for garbage: it would be cleared, not only let go.
+  if (work.handle->done()) {
+    Py_VISIT(work.input.ptr());
+    Py_VISIT(work.output.ptr());
+  }
   return 0;
 }
 

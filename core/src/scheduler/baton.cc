@@ -79,7 +79,10 @@ bool Scheduler::Wait(Handle& handle, Clock::time_point deadline, const Interrupt
     } else {
       WaitForOthers(handle, deadline);
     }
-    if (!handle.done() && Clock::now() >= deadline) return false;
+    if (!handle.done() && Clock::now() >= deadline) {
+      HandOver();  // the baton may have been meant for us
+      return false;
+    }
   }
 }
 

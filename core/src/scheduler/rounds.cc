@@ -12,7 +12,7 @@ constexpr auto kPollEvery = std::chrono::milliseconds(1);
 constexpr auto kBatchAfterSignal = std::chrono::milliseconds(100);
 
 // Whether a decision in full has a place and a number of rows for everything that the request asks for.
-bool Fits(const Decision& decision, const Request& request, int size) {
+bool Fits(const Decision& decision, const Request& request, int rank, int size) {
   const auto ranks = static_cast<size_t>(size);
   const size_t members = request.members.size();
   if ((request.op == Op::kAllreduce || request.op == Op::kPlan) && decision.places.size() != members)
@@ -21,9 +21,22 @@ bool Fits(const Decision& decision, const Request& request, int size) {
     if (!places.empty() && places.size() != ranks) return false;
   }
   if (request.op != Op::kAllgather) return true;
-  return decision.rows.size() == members &&
-         std::all_of(decision.rows.begin(), decision.rows.end(),
-                     [&](const auto& rows) { return rows.size() == ranks; });
+  if (decision.rows.size() != members) return false;
+  for (size_t m = 0; m < members; ++m) {
+    const auto& rows = decision.rows[m];
+    const auto& shape = request.members[m].shape;
+    if (rows.size() != ranks || shape.empty() || rows[static_cast<size_t>(rank)] != shape[0]) return false;
+    int64_t nbytes = static_cast<int64_t>(ItemSize(request.members[m].dtype)), total = 0;
+    for (size_t d = 1; d < shape.size(); ++d) {
+      if (__builtin_mul_overflow(nbytes, shape[d], &nbytes)) return false;
+    }
+    for (const int64_t n : rows) {
+      int64_t part = 0;
+      if (n < 0 || __builtin_mul_overflow(n, nbytes, &part) || __builtin_add_overflow(total, part, &total))
+        return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace
@@ -91,7 +104,7 @@ Status Scheduler::Resolve(const Round& round) {
       return broken();
     }
     const Request& request = *running_.back().request;
-    if (decision.mismatch.empty() && !Fits(decision, request, options_.size)) return broken();
+    if (decision.mismatch.empty() && !Fits(decision, request, options_.rank, options_.size)) return broken();
     AppendTensors(request, decision, index, &tensors_);
   }
   return Status::Ok();
