@@ -223,6 +223,28 @@ TEST(a_neighbour_that_speaks_for_others_or_in_circles_is_lost) {
   }
 }
 
+TEST(what_comes_before_the_link_to_the_next_is_there_waits_for_it) {
+  const auto pair = [] {
+    int fds[2];
+    CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+    return std::pair(std::make_unique<SocketLink>(UniqueFd(fds[0]), false),
+                     std::make_unique<SocketLink>(UniqueFd(fds[1]), false));
+  };
+  auto low = pair(), high = pair();
+  const Layout layout{1, 1, 1, 1};  // 3 is a child of 1, and 1 of 0
+  Exchange zero(At(layout, 0), Seconds(30)), one(At(layout, 1), Seconds(30)),
+      three(At(layout, 3), Seconds(30));
+  one.Add(3, std::move(high.first), 0);
+  three.Add(1, std::move(high.second), 0);
+  three.Post(0, FrameKind::kAnnounce, "early");  // 3 has all its links, 1 has not
+  one.Poll(In(0.05));
+  zero.Add(1, std::move(low.first), 0);
+  one.Add(0, std::move(low.second), 0);
+  zero.Poll(In(5));
+  const auto frame = zero.Next();
+  CHECK(frame.has_value() && frame->peer == 3 && frame->payload == "early");
+}
+
 TEST(an_abort_is_heard_once) {
   const Layout layout{2, 2, 2};
   Net net = Connected(layout, Seconds(30));

@@ -85,6 +85,9 @@ void Exchange::Add(int peer, std::unique_ptr<Link> link, int peer_pid, std::stri
   if (!Watch(p->link->fd(), LinkEvent(peer))) {
     return Lose(peer, Status(Code::kPeerLost, std::string("cannot watch its link: ") + std::strerror(errno)));
   }
+  std::vector<std::pair<int, std::string>> early;
+  early.swap(early_);
+  for (auto& [next, bytes] : early) Queue(next, std::move(bytes), -1);
   if (peer_pid <= 0 || peer_pid == ::getpid()) return;
   p->process.Reset(static_cast<int>(::syscall(SYS_pidfd_open, peer_pid, 0)));  // an old kernel has none
   if (p->process.valid()) Watch(p->process.get(), ProcessEvent(peer));
@@ -122,6 +125,10 @@ void Exchange::PostTo(int next, FrameKind kind, int32_t destination, std::string
 }
 
 void Exchange::Queue(int next, std::string bytes, int pass_fd) {
+  if (peers_[static_cast<size_t>(next)] == nullptr) {
+    early_.emplace_back(next, std::move(bytes));
+    return;
+  }
   Peer* p = Connected(next);
   if (p == nullptr) return;
   p->outgoing.push_back({std::move(bytes), 0, pass_fd});

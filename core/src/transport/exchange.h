@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "transport/frame.h"
@@ -145,6 +146,8 @@ class Exchange {
   Clock::time_point last_poll_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where there is no link
   std::vector<int> neighbours_;
+  // Frames of ranks that have connected already, on their way to a neighbour that has not.
+  std::vector<std::pair<int, std::string>> early_;
   std::vector<std::atomic<bool>> left_;  // by rank
   std::deque<Frame> inbox_;
   Status lost_;
