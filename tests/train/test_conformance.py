@@ -20,7 +20,6 @@ from hvd_core.train import (  # noqa: E402
     EarlyStopping,
     FitResult,
     Shard,
-    ShardWriter,
     TrainSpec,
     fit_shard,
     load_checkpoint,
@@ -29,6 +28,7 @@ from hvd_core.train import (  # noqa: E402
 )
 from hvd_core.train.columns import columns_of  # noqa: E402
 from hvd_core.train.framework import Framework  # noqa: E402
+from hvd_core.train.local import shard_of  # noqa: E402
 from hvd_core.train.ranks import Ranks  # noqa: E402
 from hvd_core.train.torch_loop import TorchFramework  # noqa: E402
 
@@ -54,7 +54,7 @@ class Subject:
 
     def fit(self, spec: TrainSpec, rows: pa.Table, group: Any = None) -> FitResult:
         spec = cloudpickle.loads(cloudpickle.dumps(spec))
-        return fit_shard(spec, shard_of(self, spec, rows), group, framework=self.make())
+        return fit_shard(spec, packed(self, spec, rows), group, framework=self.make())
 
 
 def torch_model(width: int) -> Any:
@@ -81,21 +81,14 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return SUBJECTS[request.param]
 
 
-def shard_of(subject: Subject, spec: TrainSpec, rows: pa.Table) -> Shard:
-    layout = plan_layout(columns_of(rows.schema), spec, subject.make().facts(spec))
-    writer = ShardWriter(layout)
-    for batch in rows.select(layout.schema.names).to_batches():
-        writer.write(batch)
-    packed = writer.finish()
-    shard = Shard.attach(packed.fds, packed.description)
-    packed.close()
-    return shard
+def packed(subject: Subject, spec: TrainSpec, rows: pa.Table) -> Shard:
+    return shard_of(rows, plan_layout(columns_of(rows.schema), spec, subject.make().facts(spec)))
 
 
 def prepared(subject: Subject, ranks: Ranks | None = None) -> Framework:
     spec = subject.spec()
     framework = subject.make()
-    framework.prepare(spec, ranks or Ranks(None), shard_of(subject, spec, table()))
+    framework.prepare(spec, ranks or Ranks(None), packed(subject, spec, table()))
     framework.bind_outputs(1)
     return framework
 

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 import hvd_core  # noqa: E402
 from hvd_core import basics  # noqa: E402
-from hvd_core.train import FitResult, Shard, TrainSpec, exchange, fit_local, plan_layout  # noqa: E402
+from hvd_core.train import FitResult, TrainSpec, exchange, fit_local, plan_layout  # noqa: E402
 from hvd_core.train.columns import columns_of  # noqa: E402
+from hvd_core.train.local import shard_of  # noqa: E402
 from hvd_core.train.ranks import Ranks  # noqa: E402
-from hvd_core.train.shard import ShardWriter  # noqa: E402
 
 from ..unit.thread_ranks import run_ranks  # noqa: E402
 from .runs import learned, spec_of, table  # noqa: E402
@@ -22,22 +22,13 @@ from .runs import learned, spec_of, table  # noqa: E402
 pytestmark = pytest.mark.timeout(240)
 
 
-def shard_of(rows: pa.Table, spec: TrainSpec) -> Shard:
-    layout = plan_layout(columns_of(rows.schema), spec)
-    writer = ShardWriter(layout)
-    for batch in rows.select(layout.schema.names).to_batches():
-        writer.write(batch)
-    packed = writer.finish()
-    shard = Shard.attach(packed.fds, packed.description)
-    packed.close()
-    return shard
-
-
 def dealt(parts: list[pa.Table], spec: TrainSpec) -> list[list[bytes]]:
     """Rows of each rank after the exchange, sorted, as bytes."""
 
+    layout = plan_layout(columns_of(parts[0].schema), spec)
+
     def rank_main(rank: int) -> list[bytes]:
-        shard = exchange.deal_by_hash(spec, shard_of(parts[rank], spec), Ranks(basics.default_group()))
+        shard = exchange.deal_by_hash(spec, shard_of(parts[rank], layout), Ranks(basics.default_group()))
         if not shard.rows:
             return []
         columns = [shard.block(i).reshape(shard.rows, -1) for i in range(len(shard.blocks))]

@@ -15,6 +15,7 @@ from torch import Tensor, nn  # noqa: E402
 from hvd_core import errors  # noqa: E402
 from hvd_core.train import EarlyStopping, Scheduler, TrainSpec, fit_local, plan_layout  # noqa: E402
 from hvd_core.train.columns import columns_of  # noqa: E402
+from hvd_core.train.local import shard_of  # noqa: E402
 from hvd_core.train.order import rows_in_use, split_rows  # noqa: E402
 from hvd_core.train.shard import Shard, ShardWriter  # noqa: E402
 from hvd_core.train.torch_model import load_weights  # noqa: E402
@@ -52,13 +53,7 @@ class Keep:
 
 def rows_in_order(spec: TrainSpec, table: pa.Table, epoch: int) -> list[np.ndarray]:
     """The epoch's rows as the product orders them: blocks (inputs, labels), in order of use."""
-    layout = plan_layout(columns_of(table.schema), spec)
-    writer = ShardWriter(layout)
-    for batch in table.select(layout.schema.names).to_batches():
-        writer.write(batch)
-    packed = writer.finish()
-    shard = Shard.attach(packed.fds, packed.description)
-    packed.close()
+    shard = shard_of(table, plan_layout(columns_of(table.schema), spec))
     split = split_rows(shard.rows, shard.sorted_order())
     index = rows_in_use(split, (0, shard.rows), seed=spec.seed, epoch=epoch, shuffle=spec.shuffle)
     return [shard.block(i)[index] for i in range(len(shard.blocks))]
@@ -350,11 +345,7 @@ def test_early_stopping_restores_the_best_epoch() -> None:
     import hvd_core.train.local as local
 
     layout = plan_layout(columns_of(regression().schema), spec)
-    writer = ShardWriter(layout)
-    writer.write(regression().select(layout.schema.names).combine_chunks().to_batches()[0])
-    packed = writer.finish()
-    result = local.fit_shard(spec, Shard.attach(packed.fds, packed.description), None)
-    packed.close()
+    result = local.fit_shard(spec, shard_of(regression(), layout), None)
     assert len(result.history) == 4
     assert result.best_epoch == 2
     assert result.stopped_early

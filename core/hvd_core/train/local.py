@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from .columns import columns_of, plan_layout
+from .columns import Layout, columns_of, plan_layout
 from .loop import fit_shard
 from .result import FitResult
 from .shard import Shard, ShardWriter
@@ -32,7 +32,16 @@ def fit_local(
     import cloudpickle
 
     layout = plan_layout(columns_of(table.schema), spec)
-    writer = ShardWriter(layout, memory_bytes=spec.shard_memory_bytes, directory=spec.shard_dir)
+    shard = shard_of(table, layout, memory_bytes=spec.shard_memory_bytes, directory=spec.shard_dir)
+    copied = cloudpickle.loads(cloudpickle.dumps(spec))
+    return fit_shard(copied, shard, group, on_progress=on_progress)
+
+
+def shard_of(
+    table: pa.Table, layout: Layout, *, memory_bytes: int | None = None, directory: str | None = None
+) -> Shard:
+    """The rows of a table as a shard of this process; for the rest see `ShardWriter`."""
+    writer = ShardWriter(layout, memory_bytes=memory_bytes, directory=directory)
     try:
         for batch in table.select(layout.schema.names).combine_chunks().to_batches():
             writer.write(batch)
@@ -40,8 +49,6 @@ def fit_local(
     finally:
         writer.close()
     try:
-        shard = Shard.attach(packed.fds, packed.description)
+        return Shard.attach(packed.fds, packed.description)
     finally:
         packed.close()
-    copied = cloudpickle.loads(cloudpickle.dumps(spec))
-    return fit_shard(copied, shard, group, on_progress=on_progress)
