@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .horovod_runner import HorovodRunner
     from .model import HorovodModel, TorchModel
     from .runner import run
+    from .store import LocalStore, Store
 
 __all__ = [
     "ColumnError",
@@ -32,12 +33,14 @@ __all__ = [
     "HorovodRunner",
     "HvdError",
     "InvalidArgument",
+    "LocalStore",
     "LossError",
     "NotEnoughSlots",
     "NotPicklable",
     "PreflightError",
     "RankFailed",
     "RowsLost",
+    "Store",
     "TorchEstimator",
     "TorchModel",
     "errors",
@@ -49,6 +52,8 @@ _LATE = {
     "HorovodEstimator": "estimator",
     "HorovodModel": "model",
     "HorovodRunner": "horovod_runner",
+    "LocalStore": "store",
+    "Store": "store",
     "TorchEstimator": "estimator",
     "TorchModel": "model",
     "run": "runner",

@@ -22,10 +22,12 @@ from hvd_core.train.predict import heads_of
 from hvd_core.train.torch_model import load_weights
 
 from . import preflight, rank, session
+from .horovod_names import with_shapes
 from .launcher import JobSpec, Outcome, launch
 from .model import HorovodModel
 from .params import JOB, KNOBS, Knobs, provide
 from .persist import Stored
+from .store import new_run_id
 
 #: Imported once by each worker's template, so that a rank starts warm. The first optimizer imports
 #: torch._dynamo, which takes as long as torch itself.
@@ -68,12 +70,25 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs, Stored):
 
     def _spec(self) -> TrainSpec:
         """The parameters as one frozen value; raises InvalidArgument."""
-        values = self._values(name for name in self._knobs if name not in JOB)
+        shapes = ("input_shapes", "label_shapes")
+        values = with_shapes(self._values(n for n in self._knobs if n not in JOB or n in shapes))
         if self._objects.get("validation_df") is not None:
             if "validation" in values:
                 raise InvalidArgument("give one of validation and validation_df, not both")
             values["validation"] = _MARK
+        store = self._objects.get("store")
+        if store is not None and store.saving_runs:
+            if "checkpoint_dir" in values:
+                raise InvalidArgument("give one of checkpoint_dir and store, not both")
+            values.update(checkpoint_dir=store.get_run_path(self.getRunId()), resume=True)  # type: ignore[attr-defined]
         return TrainSpec(**values)
+
+    def _named_run(self) -> HorovodEstimator:
+        """Itself, or a copy whose run in the store has a name."""
+        if self._objects.get("store") is None or self.getRunId() is not None:  # type: ignore[attr-defined]
+            return self
+        named: HorovodEstimator = self.copy().setParams(run_id=new_run_id())
+        return named
 
 
 class _Models:
@@ -122,13 +137,14 @@ class _Planned:
 
 def _fit_all(dataset: DataFrame, stages: Sequence[HorovodEstimator]) -> list[HorovodModel]:
     """One model for each of `stages`, copies of one estimator; as few jobs as their parameters allow."""
+    stages = [stage._named_run() for stage in stages]
     specs = [stage._spec() for stage in stages]
     if len({spec.checkpoint_dir for spec in specs} - {None}) < sum(
         bool(spec.checkpoint_dir) for spec in specs
     ):
         raise InvalidArgument(
-            "checkpoint_dir is the directory of one run: with several parameter maps leave it out, or give "
-            "each map its own"
+            "checkpoint_dir (or store with run_id) is the directory of one run: with several parameter maps "
+            "leave it out, or give each map its own"
         )
     preflight.check_frame(dataset)
     preflight.check_finite(dataset)

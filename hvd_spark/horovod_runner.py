@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import hvd_core
 from hvd_core.errors import InvalidArgument
-from hvd_core.train.trackers import tracking_env
 
 from .runner import run
 
@@ -16,23 +14,30 @@ class HorovodRunner:
     """`HorovodRunner(np=2).run(main, lr=0.1)` calls `main(lr=0.1)` on two ranks and returns rank 0's result.
 
     np: ranks on the cluster, one for each slot they take; -N: N ranks on the driver's machine, without Spark;
-    0: as many as the cluster has slots. driver_log_verbosity: "all" shows here what ranks print, each line
-    with its rank; "log_callback_only" shows only what they say with `hvd_core.log_to_driver(message)`.
+    0: as many as the cluster has slots. local_mode=True: np ranks on the driver's machine, as -np.
+    driver_log_verbosity: "all" shows here what ranks print, each line with its rank; "log_callback_only"
+    shows only what they say with `hvd_core.log_to_driver(message)`.
     """
 
-    def __init__(self, *, np: int, driver_log_verbosity: Literal["all", "log_callback_only"] = "all"):
+    def __init__(
+        self,
+        *,
+        np: int,
+        driver_log_verbosity: Literal["all", "log_callback_only"] = "all",
+        local_mode: bool = False,
+    ):
         if not isinstance(np, int) or isinstance(np, bool):
             raise InvalidArgument(f"np must be a whole number, not {np!r}")
         if driver_log_verbosity not in ("all", "log_callback_only"):
             raise InvalidArgument(
                 f"driver_log_verbosity must be 'all' or 'log_callback_only', not {driver_log_verbosity!r}"
             )
-        self.num_processor = np
+        if local_mode and np == 0:
+            raise InvalidArgument("local_mode needs np, the number of ranks on the driver's machine")
+        self.num_processor = -abs(np) if local_mode else np
         self.driver_log_verbosity = driver_log_verbosity
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
         """Raises as `hvd_spark.run` does, for np < 0 as `hvd_core.run`."""
         np, printed = self.num_processor, self.driver_log_verbosity == "all"
-        if np < 0:
-            return hvd_core.run(main, (), kwargs, num_proc=-np, env=tracking_env(), printed=printed)[0]
-        return run(main, (), kwargs, num_proc=np or None, printed=printed)[0]
+        return run(main, (), kwargs, num_proc=abs(np) or None, printed=printed, local_mode=np < 0)[0]

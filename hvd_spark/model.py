@@ -22,6 +22,7 @@ from hvd_core.train.torch_model import run_model
 
 from . import preflight, session
 from .columns import arrow_type, columns_of
+from .horovod_names import with_shapes
 from .outputs import Wanted, columns_for
 from .params import KNOBS, Knob, Knobs, provide
 from .parcel import Parcel
@@ -38,6 +39,7 @@ _FEEDING = (
     "null_value",
     "transform_fn",
     "transform_cols",
+    "input_shapes",
 )
 
 
@@ -94,6 +96,10 @@ class HorovodModel(Model, Knobs, Stored):
     def history(self) -> list[dict[str, Any]]:
         """A dict for each epoch: loss, metrics, val_*, rows, seconds; [] when not fitted here."""
         return list(self.result.history) if self.result is not None else []
+
+    def getHistory(self) -> list[dict[str, Any]]:
+        """`history`, by Horovod's name."""
+        return self.history
 
     @property
     def hasSummary(self) -> bool:
@@ -178,7 +184,7 @@ class HorovodModel(Model, Knobs, Stored):
             loss=_not_trained,
             loss_reduction="mean",
             label_cols=[label],
-            **self._values(name for name in _FEEDING if name != "model"),
+            **with_shapes(self._values(name for name in _FEEDING if name != "model")),
         )
         return plan_layout([*columns, Column.of(label, arrow_type(T.DoubleType()))], spec)
 

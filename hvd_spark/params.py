@@ -17,6 +17,8 @@ from typing import Any
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
+from . import horovod_names
+
 Convert = Callable[[Any], Any]
 
 
@@ -64,6 +66,10 @@ def _shapes(value: Any) -> dict[str, list[int]]:
         str(name): [int(n) for n in ((shape,) if isinstance(shape, int) else shape)]
         for name, shape in value.items()
     }
+
+
+def _lists(value: Any) -> list[list[int]]:
+    return [TypeConverters.toListInt(entry) for entry in value]
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -148,6 +154,10 @@ KNOBS: tuple[Knob, ...] = (
     Knob("checkpoint_every", "'epoch' (default) or a number of steps", _steps_or_name),
     Knob("keep_checkpoints", "how many of the newest are kept, besides the best; default 2", _INT),
     Knob("resume", "go on from the last checkpoint in checkpoint_dir, if there is one", _BOOL, False),
+    Knob("store", "hvd_spark.Store: with run_id another way to say checkpoint_dir and resume"),
+    Knob("run_id", "name of the run in the store; default: a new one", _STRING, serves=True),
+    Knob("input_shapes", "Horovod's shapes of the feature columns, [[-1, ...], ...]", _lists, serves=True),
+    Knob("label_shapes", "Horovod's shapes of the label columns, [[-1, ...], ...]", _lists),
     Knob("verbose", "0: the ranks' own output only", _INT, 1),
 )  # fmt: skip
 
@@ -162,14 +172,18 @@ ALIASES = {
     "weightCol": "sample_weight_col",
     "weight_col": "sample_weight_col",
     "random_seed": "seed",
+    "backward_passes_per_step": "accumulate_steps",
+    "val_batch_size": "inference_batch_size",
     "start_timeout": "start_timeout_s",
+    "label_coloumns": "label_cols",  # as Horovod's setter spells it
 }
 
 #: Parameters of the job and of transform, not of the training.
 JOB = frozenset(
     {
         "num_proc", "start_timeout_s", "prediction_col", "probability_col", "raw_prediction_col", "heads",
-        "threshold", "vector_prediction", "use_gpu", "validation_df",
+        "threshold", "vector_prediction", "use_gpu", "validation_df", "store", "run_id", "input_shapes",
+        "label_shapes",
     }
 )  # fmt: skip
 
@@ -190,8 +204,8 @@ class Knobs(Params):
         self.setParams(**values)
 
     def setParams(self, **values: Any) -> Any:
-        """Sets several parameters, in either spelling. None unsets."""
-        for name, value in values.items():
+        """Sets several parameters, in either spelling or by Horovod's name. None unsets."""
+        for name, value in horovod_names.translated(values):
             self._put(self._knob(name), value)
         return self
 
@@ -206,7 +220,7 @@ class Knobs(Params):
 
     def _knob(self, name: str) -> Knob:
         by_name = {**self._knobs, **{k.camel: k for k in self._knobs.values()}}
-        knob = by_name.get(ALIASES.get(name, name))
+        knob = by_name.get(ALIASES.get(name) or ALIASES.get(horovod_names.snake(name), name))
         if knob is None:
             near = difflib.get_close_matches(name, by_name, 1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(self._knobs)}"
@@ -253,6 +267,10 @@ def provide(knobs: Iterable[Knob]) -> Callable[[type], type]:
                 setattr(cls, f"get{knob.suffix}", _getter(knob))
             setattr(cls, f"set{knob.suffix}", _setter(knob))
         cls._knobs = table  # type: ignore[attr-defined]
+        for name in _OTHER_NAMES:
+            suffix = Knob(name, "").suffix
+            if not hasattr(cls, f"set{suffix}"):
+                setattr(cls, f"set{suffix}", _other_setter(name))
         arguments = [
             inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=knob.default)
             for knob in table.values()
@@ -263,6 +281,15 @@ def provide(knobs: Iterable[Knob]) -> Callable[[type], type]:
         return cls
 
     return decorate
+
+
+#: What has a setter although it is no parameter of ours.
+_OTHER_NAMES = (
+    *(name for name in ALIASES if name.islower()),
+    *horovod_names.WITHOUT_EFFECT,
+    *horovod_names.INSTEAD,
+    *("gradient_compression", "shuffle_buffer_size", "shuffling_buffer_size", "output_cols"),
+)
 
 
 def _getter(knob: Knob) -> Callable[[Knobs], Any]:
@@ -279,4 +306,13 @@ def _setter(knob: Knob) -> Callable[[Knobs, Any], Knobs]:
         return self
 
     set.__name__, set.__doc__ = f"set{knob.suffix}", f"Sets {knob.name}: {knob.doc}."
+    return set
+
+
+def _other_setter(name: str) -> Callable[[Knobs, Any], Knobs]:
+    def set(self: Knobs, value: Any) -> Knobs:
+        self.setParams(**{name: value})
+        return self
+
+    set.__name__, set.__doc__ = f"set{Knob(name, '').suffix}", f"Horovod's name: see setParams({name}=...)."
     return set

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
+from pyspark.errors import AnalysisException
 from pyspark.ml.util import DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import SparkSession
 
@@ -81,7 +82,14 @@ class Writer(MLWriter):
             tensors = Path(folder) / "weights.safetensors"
             objects = _pickled(stage, tensors)
             about: dict[str, Any] = {"format": _FORMAT, "python": sys.version.split()[0]}
-            about["objects"] = _write_bytes(spark, f"{path}/objects", BytesIO(objects))
+            try:
+                about["objects"] = _write_bytes(spark, f"{path}/objects", BytesIO(objects))
+            except AnalysisException as error:
+                if "PATH_ALREADY_EXISTS" in str(error):
+                    raise InvalidArgument(
+                        f"something is saved at {path} already: write().overwrite().save(path) replaces it"
+                    ) from None
+                raise
             if tensors.exists():
                 with tensors.open("rb") as file:
                     about["weights"] = _write_bytes(spark, f"{path}/weights", file)

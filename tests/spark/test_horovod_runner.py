@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import hvd_core
+import hvd_spark
 from hvd_spark import HorovodRunner, InvalidArgument, RankFailed
 
 
@@ -32,6 +33,16 @@ PRINTED = {"[0] printed by 0", "[1] printed by 1"}
 def test_main_gets_its_arguments_and_rank_0s_result_comes_back(spark: Any, capfd: Any, np: int) -> None:
     assert HorovodRunner(np=np).run(speak, lr=0.5) == (2, 0.5)
     assert set(capfd.readouterr().out.splitlines()) == LOGGED | PRINTED
+
+
+def test_local_mode_needs_no_spark(capfd: Any) -> None:
+    assert HorovodRunner(np=2, local_mode=True).run(speak, lr=0.5) == (2, 0.5)
+    assert set(capfd.readouterr().out.splitlines()) == LOGGED | PRINTED
+    assert hvd_spark.run(os.getenv, ("KEY",), num_proc=2, env={"KEY": "y"}, local_mode=True) == ["y"] * 2
+    with pytest.raises(InvalidArgument, match="local_mode needs num_proc"):
+        hvd_spark.run(speak, (0.5,), local_mode=True)
+    with pytest.raises(InvalidArgument, match="local_mode needs np"):
+        HorovodRunner(np=0, local_mode=True)
 
 
 @pytest.mark.parametrize("np", [2, -2])

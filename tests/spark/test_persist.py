@@ -78,8 +78,10 @@ def test_overwrite_and_what_is_no_model(spark: Any, fitted: Any, tmp_path: Path)
     one = HorovodModel(model=nets.OneInput(2), feature_cols=["a", "b"])
     assert one._repr_html_() is None
     one.save(path)
-    with pytest.raises(Exception, match=r"(?i)already exists"):
-        one.save(path)
+    for save in (one.save, one.write().save, estimator(model=nets.OneInput(2)).write().save):
+        with pytest.raises(InvalidArgument, match=r"/m already: write\(\)\.overwrite\(\)"):
+            save(path)
+    assert HorovodModel.load(path).getModel().lin.in_features == 2, "left as it was"
     other = HorovodModel(model=nets.OneInput(3), feature_cols=["a", "b", "c"])
     other.write().overwrite().save(path)
     assert HorovodModel.load(path).getModel().lin.in_features == 3

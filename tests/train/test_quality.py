@@ -70,6 +70,19 @@ def test_a_fit_reports_each_column_and_rank() -> None:
     assert "column 'a' on rank 1: 3000 rows" in result.summary
 
 
+def test_a_comma_in_a_name_is_no_separator() -> None:
+    rows = table(30).rename_columns(["a, b", "b", "c", "y", "id"])
+    nulls = [None, None, *rows["a, b"].to_pylist()[2:]]
+    rows = rows.set_column(0, "a, b", pa.array(nulls))
+    spec = spec_of(model=net(0.0), epochs=1, feature_cols=["a, b", "b", "c"], null_value=0.0)
+    assert {r["column"]: r["nulls"] for r in fit_local(spec, rows).data} == {
+        "a, b": 2,
+        "b": 0,
+        "c": 0,
+        "y": 0,
+    }
+
+
 def test_a_loss_that_became_nan_says_which_columns_are_not_clean() -> None:
     with pytest.raises(errors.LossError) as caught:
         fit_local(spec_of(), spoiled())

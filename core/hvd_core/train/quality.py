@@ -115,15 +115,15 @@ def _of_block(shard: Shard, i: int, rank: int) -> list[ColumnReport]:
     block, values = shard.blocks[i], shard.block(i)
     values = values.reshape(shard.rows, -1)
     apart = len(block.columns) == values.shape[1]
-    names = block.columns if apart else (", ".join(block.columns),)
+    together = [(name,) for name in block.columns] if apart else [block.columns]
     reports = [
-        ColumnReport(name, rank, shard.rows, sum(shard.nulls.get(c, 0) for c in name.split(", ")))
-        for name in names
+        ColumnReport(", ".join(names), rank, shard.rows, sum(shard.nulls.get(name, 0) for name in names))
+        for names in together
     ]
     if not apart:
         values = values.reshape(-1, 1)
     step = max(1, _PIECE_BYTES // max(1, values.shape[1] * values.itemsize))
-    low = high = np.full(len(names), math.nan)
+    low = high = np.full(len(reports), math.nan)
     for begin in range(0, len(values), step):
         piece = values[begin : begin + step]
         lowest, highest = piece.min(axis=0), piece.max(axis=0)
