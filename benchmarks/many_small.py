@@ -1,17 +1,25 @@
 """500 tensors of 4 KiB, submitted one by one in random order, against one tensor of the same size, 2 ranks.
 
-python benchmarks/many_small.py [--quick]
+    python benchmarks/many_small.py [--quick]
+
+Beside them the peers' ways with the same 500 tensors, and what no library can go below: "calls alone" is 500
+calls of a C function that gets a tensor and a name and does nothing, and 500 waits for handles that are done.
+Nothing is reduced in it, so the least that 500 tensors can take is that and the one tensor. That 500 places
+cost no more memory time than one is shown by `build/check/bench_shm_roofline many PAIRS`.
 """
 
 from __future__ import annotations
 
+import operator
 import random
+from collections.abc import Callable
 from typing import Any
 
 import report
 import side_by_side
 import tensors
 import torch
+import torch.distributed as dist
 from gradient_set import several
 from race import Contender, median_us, race, ratio
 from side_by_side import Ranks
@@ -19,6 +27,7 @@ from side_by_side import Ranks
 import hvd_core.torch as hvd
 
 MANY, COUNT = 500, 1024
+CALLS = "calls alone"
 
 
 def measure(ranks: Ranks, budget_s: float) -> list[dict[str, Any]]:
@@ -49,11 +58,22 @@ def measure(ranks: Ranks, budget_s: float) -> list[dict[str, Any]]:
 
         return Contender(contender.name, contender.call, prepare, contender.check)
 
+    done = [group.allreduce_async(array, name=name) for array, name in zip(arrays, names, strict=True)]
+    for handle in done:
+        handle.wait()
+
+    def calls_alone() -> None:
+        handles = [operator.is_(small[i], names[i]) for i in order]
+        for _, handle in zip(handles, done, strict=True):
+            handle.wait()
+
     contenders = [
         tensors.hvd_allreduce(ranks, torch.empty(MANY * COUNT), "one tensor"),
         shuffled(several(ranks, "hvd", small, by_torch)),
         shuffled(several(ranks, "Group", small, by_group)),
         several(ranks, "grouped", small, grouped),
+        shuffled(unchecked(several(ranks, CALLS, small, calls_alone))),
+        *peers(ranks, small),
     ]
     times = race(ranks, contenders, budget_s=budget_s)
     rows = []
@@ -71,6 +91,42 @@ def measure(ranks: Ranks, budget_s: float) -> list[dict[str, Any]]:
     return rows
 
 
+def unchecked(contender: Contender) -> Contender:
+    return Contender(contender.name, contender.call, contender.prepare, lambda turn: None)
+
+
+def peers(ranks: Ranks, small: list[torch.Tensor]) -> list[Contender]:
+    """All tensors through one buffer, which is the fastest way of both; and Open MPI's tensor by tensor."""
+    flat = torch.empty(MANY * COUNT)
+    views = list(flat.split(COUNT))
+
+    def through_one(allreduce: Callable[[], object]) -> Callable[[], None]:
+        def call() -> None:
+            torch._foreach_copy_(views, small)
+            allreduce()
+            torch._foreach_copy_(small, views)
+
+        return call
+
+    contenders = [several(ranks, "gloo flat", small, through_one(lambda: dist.all_reduce(flat)))]
+    if ranks.mpi is None:
+        return contenders
+    from mpi4py import MPI
+
+    world, whole, arrays = ranks.mpi, flat.numpy(), [tensor.numpy() for tensor in small]
+
+    def per_tensor() -> None:
+        for array in arrays:
+            world.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+
+    in_one = through_one(lambda: world.Allreduce(MPI.IN_PLACE, whole, MPI.SUM))
+    return [
+        *contenders,
+        several(ranks, "mpi flat", small, in_one),
+        several(ranks, "mpi per tensor", small, per_tensor),
+    ]
+
+
 def main() -> None:
     options = report.arguments(__doc__).parse_args()
     figure = report.Figure("many_small", "500 tensors of 4 KiB against one of 2 MB", options.quick)
@@ -79,6 +135,11 @@ def main() -> None:
     figure.rows = outcome.value
     share = {row["way"]: row["of one tensor"] for row in figure.rows}
     figure.targets = [report.Target("500 × 4 KiB / one tensor", share["hvd"], 1.5, at_most=True)]
+    least = 1 + share[CALLS]
+    figure.notes = [
+        f"limit: the calls alone, which reduce nothing, take {share[CALLS]:.2f} of the one tensor, so no "
+        f"library with two calls a tensor comes below {least:.2f} here"
+    ]
     figure.publish()
 
 

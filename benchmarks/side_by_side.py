@@ -110,7 +110,8 @@ def _commands(folder: str, size: int, mpi: bool) -> list[list[str]]:
 
 def _start_and_wait(commands: list[list[str]], timeout_s: float, dies: int | None) -> None:
     env = {**os.environ, **thread_env(1)}
-    processes = [subprocess.Popen(command, env=env, start_new_session=True) for command in commands]
+    # A group to be killed, but not a session: that would lose the priority (autogroup) it was started with.
+    processes = [subprocess.Popen(command, env=env, preexec_fn=os.setpgrp) for command in commands]
     deadline = time.monotonic() + timeout_s
     try:
         for index, process in enumerate(processes):

@@ -5,6 +5,8 @@
 //   microseconds of
 //                                      the kernel alone and of AllreduceInArena, turn by turn
 //   shm_roofline ways RANKS PAIRS      the same for the ways of ordinary tensors (collectives/in_host.h)
+//   shm_roofline many PAIRS            2 ranks, 2 MB as one tensor, in order and in random order as 500 of
+//                                      4 KiB: the staged way, and then adding alone without synchronisation
 //
 // One line per row: nbytes, then medians. Ranks are processes; a turn takes as long as its slowest rank;
 // buffers are rewritten before every turn.
@@ -24,6 +26,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <vector>
 
 #include "collectives/in_host.h"
@@ -173,9 +176,52 @@ void RaceWays(Rank& me, size_t pairs) {
   }
 }
 
+// The memory of 500 tensors that torch made one by one, and of one: no control, no Python.
+void RaceMany(Rank& me, size_t pairs) {
+  constexpr size_t kMany = 500, kCount = 1024;
+  std::vector<float> whole(kMany * kCount), other(kMany * kCount, 1.0f);
+  std::vector<std::unique_ptr<float[]>> parts;
+  const auto bytes = [](float* p) { return reinterpret_cast<std::byte*>(p); };
+  std::vector<Piece> in_order;
+  for (size_t i = 0; i < kMany; ++i) {
+    parts.push_back(std::make_unique<float[]>(kCount + 16 + 16 * (i % 7)));
+    in_order.push_back({bytes(parts[i].get()), bytes(parts[i].get()), kCount});
+  }
+  std::vector<Piece> shuffled = in_order;
+  std::shuffle(shuffled.begin(), shuffled.end(), std::minstd_rand(1));  // ranks run one order
+  const Piece one{bytes(whole.data()), bytes(whole.data()), whole.size()};
+  const auto rewrite = [&] {
+    std::fill(whole.begin(), whole.end(), 1.0f);
+    for (auto& part : parts) std::fill_n(part.get(), kCount, 1.0f);
+  };
+  const auto staged = [&](std::span<const Piece> pieces) {
+    return [&me, pieces] {
+      Require(AllreduceStaged(*me.arena, kNeverGiveUp, pieces, DType::kFloat32, ReduceOp::kSum, {}).ok(),
+              "lost");
+    };
+  };
+  const auto added = [&](std::span<const Piece> pieces) {
+    return [&other, pieces] {
+      const float* from = other.data();
+      for (const Piece& piece : pieces) {
+        const void* srcs[] = {piece.in, from};
+        void* dst = piece.out;
+        Reduce(DType::kFloat32, ReduceOp::kSum, {}, srcs, 2, &dst, 1, piece.count);
+        from += piece.count;
+      }
+    };
+  };
+  if (me.rank == 0) std::printf("nbytes staged: one, 500, shuffled; added: one, 500, shuffled\n");
+  me.Print(kMany * kCount * sizeof(float), me.Race(10 * pairs, rewrite,
+                                                   {staged({&one, 1}), staged(in_order), staged(shuffled),
+                                                    added({&one, 1}), added(in_order), added(shuffled)}));
+}
+
 int Main(int argc, char** argv) {
   const bool ways = argc == 4 && std::strcmp(argv[1], "ways") == 0;
-  Require(ways || (argc == 3 && std::strcmp(argv[1], "arena") == 0), "arena PAIRS | ways RANKS PAIRS");
+  const bool many = argc == 3 && std::strcmp(argv[1], "many") == 0;
+  Require(ways || many || (argc == 3 && std::strcmp(argv[1], "arena") == 0),
+          "arena PAIRS | ways RANKS PAIRS | many PAIRS");
   const int size = ways ? std::atoi(argv[2]) : 2;
   const int pairs = std::atoi(argv[argc - 1]);
   Require(size >= 2 && size <= kMostRanks && pairs > 0, "ranks or pairs out of range");
@@ -198,8 +244,8 @@ int Main(int argc, char** argv) {
     CPU_SET(cpu, &one);
     ::sched_setaffinity(0, sizeof one, &one);
   }
-  Rank me(rank, size, meeting, ways ? 4096 : 100 << 20);
-  ways ? RaceWays(me, static_cast<size_t>(pairs)) : RaceArena(me, static_cast<size_t>(pairs));
+  Rank me(rank, size, meeting, ways || many ? 4096 : 100 << 20);
+  (ways ? RaceWays : many ? RaceMany : RaceArena)(me, static_cast<size_t>(pairs));
   if (rank == 0) {
     while (::wait(nullptr) > 0) {
     }
