@@ -1,6 +1,6 @@
 """Two hosts: an allreduce against what TCP itself moves over as many streams in the same run.
 
-python benchmarks/tcp.py [--quick]
+python benchmarks/tcp.py [--quick] [--nbytes 1048576 ...]
 
 The hosts are two network namespaces of this machine with a veth pair between them, one rank in each. "raw"
 sends as many bytes each way as the tensor has, in both directions at once, and adds nothing. Needs root and
@@ -125,13 +125,15 @@ class Raw:
             selector.modify(connection, wanted, both)
 
 
-def measure(ranks: Ranks, budget_s: float, most: int, streams: int) -> list[dict[str, Any]]:
+def measure(
+    ranks: Ranks, nbytes: list[int], budget_s: float, most: int, streams: int
+) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     ranks.connect_hvd().barrier()
     ranks.pin()
     raw = Raw(ranks, streams)
     rows = []
-    for size in NBYTES:
+    for size in nbytes:
         tensor, received = torch.empty(size // 4), torch.empty(size // 4)
         out, into = (memoryview(t.numpy()).cast("B") for t in (tensor, received))
 
@@ -165,7 +167,10 @@ def measure(ranks: Ranks, budget_s: float, most: int, streams: int) -> list[dict
 
 
 def main() -> None:
-    quick = report.arguments(__doc__).parse_args().quick
+    parser = report.arguments(__doc__)
+    parser.add_argument("--nbytes", type=int, nargs="+", default=NBYTES)
+    options = parser.parse_args()
+    quick = options.quick
     if reason := why_not():
         print(f"tcp: skipped: {reason}")
         print(json.dumps({"skipped": reason}))
@@ -176,6 +181,7 @@ def main() -> None:
             measure,
             size=2,
             within=[["ip", "netns", "exec", name] for name in names],
+            nbytes=options.nbytes,
             budget_s=0.1 if quick else 6.0,
             most=15 if quick else 200,
             streams=Config.from_env().ring_streams,

@@ -68,7 +68,11 @@ def synchronize(handle: int) -> Any:
     `HorovodInternalError` when a rank is lost, `InvalidArgument` (a `ValueError`) for an unknown handle.
     Ctrl-C interrupts the wait and leaves the handle valid.
     """
-    pending = _find(handle)
+    # Once for every tensor, with what it needs cold in the cache: no function of ours in between.
+    try:
+        pending = _pending[handle]
+    except (KeyError, TypeError):
+        pending = _find(handle)
     try:
         result = pending.wait()
     except Exception:
