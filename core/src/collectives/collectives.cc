@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/tuning.h"
 #include "collectives/batch_memory.h"
 
 namespace hvd {
@@ -15,10 +16,6 @@ namespace {
 constexpr auto kTickEvery = std::chrono::milliseconds(10);
 // A link that breaks is often the echo of something that the control connections tell a moment later.
 constexpr auto kCauseWithin = std::chrono::milliseconds(250);
-// Up to here everyone gets every rank's input and adds by itself: one way through the hosts instead of two.
-constexpr size_t kSmallNbytes = 16 << 10;
-constexpr size_t kSmallGatheredNbytes = 128 << 10;
-constexpr int kYields = 10;
 // Waiting for a link while ranks of this host are awaited as well: those do not end a poll.
 constexpr auto kLocalWait = std::chrono::milliseconds(1);
 
@@ -315,7 +312,8 @@ Status Collectives::Drive(Machine& machine, const IsDone& is_done) {
 template <class Machine>
 Status Collectives::Turn(Machine& machine, std::chrono::milliseconds patience) {
   const PhaseScope scope(arena_.phases(), Phase::kWire);
-  for (int i = 0; i < kYields; ++i) {
+  const int looks = arena_.has_cpu_for_each() ? kLinkLooks : kLinkLooksCrowded;
+  for (int i = 0; i < looks; ++i) {
     auto moved = machine.Advance();
     if (!moved.ok()) return Explain(moved.status());
     if (moved.value()) left_at_.reset();

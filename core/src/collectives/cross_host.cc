@@ -6,10 +6,6 @@ namespace hvd {
 namespace {
 
 constexpr size_t kLine = 64;
-// Below this the system calls of a chunk cost more than what its overlap saves.
-constexpr size_t kMinChunkNbytes = 64 << 10;
-// So many chunks make filling and draining the pipeline a small part of the whole.
-constexpr size_t kChunksWanted = 16;
 
 size_t RoundUp(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 

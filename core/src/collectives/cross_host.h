@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "base/tuning.h"
 #include "base/types.h"
 #include "collectives/batch.h"
 
@@ -22,10 +23,8 @@ struct Chunk {
   bool operator==(const Chunk&) const = default;
 };
 
-// A receiver adds a chunk while it is in its L2 cache, and while the next one arrives.
-inline constexpr size_t kMaxChunkNbytes = 256 << 10;
-
-// The chunks of a slice in the order in which they travel; item_nbytes is that of the accumulator.
+// The chunks of a slice in the order in which they travel, each at most kMaxChunkNbytes; item_nbytes is that
+// of the accumulator.
 std::vector<Chunk> Chunks(Range slice, size_t item_nbytes, int streams);
 
 // One direction of a relay: every host passes the blocks of the hosts before it on to the hosts behind it.

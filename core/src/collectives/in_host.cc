@@ -2,23 +2,16 @@
 
 #include <cstring>
 
+#include "base/tuning.h"
+
 namespace hvd {
-namespace {
-
-// Where one step is worth the sum of everything by everybody. Slots are lines that their owner writes and
-// others only read, which is slow on some machines (AllreduceStaged). n=2, each on its core, one-shot against
-// staged: 1.2 against 1.1 us at 4 KiB, 1.7 against 1.1 at 8 KiB, 3.2 against 1.5 at 16 KiB. n=4 on 2 cores,
-// where a step is what costs: 7.2 against 11.7 at 4 KiB, 12.9 against 13.8 at 16 KiB.
-constexpr size_t kOneShotNbytes = 4 << 10;
-
-}  // namespace
 
 Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
                  ReduceOp op, const Scale& scale) {
   const size_t nbytes = CountOf(pieces) * ItemSize(dtype);
   if (nbytes == 0) return Status::Ok();
-  if (nbytes <= Arena::kInlineNbytes) return AllreduceInline(arena, tick, pieces, dtype, op, scale);
-  if (nbytes <= (arena.has_cpu_for_each() ? kOneShotNbytes : Arena::kSlotNbytes))
+  if (nbytes <= kInlineNbytes) return AllreduceInline(arena, tick, pieces, dtype, op, scale);
+  if (nbytes <= (arena.has_cpu_for_each() ? kOneShotNbytes : kOneShotCrowdedNbytes))
     return AllreduceOneShot(arena, tick, pieces, dtype, op, scale);
   return AllreduceStaged(arena, tick, pieces, dtype, op, scale);
 }

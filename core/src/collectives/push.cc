@@ -1,10 +1,8 @@
+#include "base/tuning.h"
 #include "collectives/in_host.h"
 
 namespace hvd {
 namespace {
-
-// What is reduced between two looks at the time: milliseconds.
-constexpr size_t kPartNbytes = 16 << 20;
 
 // Reduces `range` of the batch and writes the result to every rank.
 void ReduceForAll(std::span<const ArenaPiece> pieces, Range range, DType dtype, ReduceOp op,
@@ -26,7 +24,7 @@ Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const A
                         DType dtype, ReduceOp op, const Scale& scale) {
   const Range mine = SliceOf({0, CountOf(pieces)}, ItemSize(dtype), arena.rank(), arena.size());
   HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
-  const size_t each = kPartNbytes / ItemSize(dtype);
+  const size_t each = kArenaPartNbytes / ItemSize(dtype);
   for (size_t i = 0; i * each < mine.size(); ++i) {
     if (i > 0) HVD_RETURN_IF_ERROR(arena.Beat(tick));
     InPhase(arena.phases(), Phase::kReduce,

@@ -12,23 +12,12 @@
 #include "scheduler/scheduler.h"
 
 #include "base/pause.h"
+#include "base/tuning.h"
 #include "transport/wire.h"
 
 namespace hvd {
 namespace {
 
-// How a thread that waits for a handle goes from awake to asleep, after spins_ looks: the yields leave the
-// CPU to ranks that have work.
-constexpr auto kYieldFor = std::chrono::microseconds(150);
-constexpr int kYieldsPerPoll = 8;
-// The Scheduler's own thread gives way sooner: the program may be computing on this CPU.
-constexpr int kYields = 10;
-// It lets a burst of submissions come in before it looks, so that they are announced and fused together, and
-// so that a caller who waits right after submitting finds the baton free. Every nap costs the submitter a
-// change of threads, so each is twice as long as the one before. A burst is what comes this fast.
-constexpr auto kFirstNap = std::chrono::microseconds(50);
-constexpr auto kLastNap = std::chrono::microseconds(1600);
-constexpr auto kBurstEvery = std::chrono::microseconds(20);
 // As long as threads of the program keep taking the baton, it looks this often whether they still do.
 constexpr auto kParked = std::chrono::milliseconds(20);
 // Longest sleep of a coordinator, which looks for stalls, and of everybody else.

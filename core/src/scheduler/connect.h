@@ -11,8 +11,8 @@
 namespace hvd {
 
 struct GroupOptions {
-  size_t fusion_nbytes = 32 << 20;
-  size_t chunk_nbytes = 256 << 10;
+  size_t fusion_nbytes = kFusionNbytes;
+  size_t chunk_nbytes = kStagingNbytes;
   bool peer_reads = true;  // false: tensors are staged where ranks could read each other's memory
   double connect_timeout_s = 60;
   double peer_timeout_s = 30;

@@ -19,8 +19,6 @@ namespace {
 
 // How long a dead peer or an abort can go unnoticed by a rank that sleeps in a step.
 constexpr auto kTick = std::chrono::milliseconds(20);
-constexpr int kSpins = 50;
-constexpr int kYields = 10;
 // How long to listen for the reason why a peer is gone.
 constexpr auto kLastWords = std::chrono::seconds(1);
 // Waiting for a link while ranks of this host are awaited as well: those do not end a poll.

@@ -5,11 +5,11 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "base/tuning.h"
+
 namespace hvd {
 namespace {
 
-// What comes within microseconds is found by looking, as long as there is a CPU for each rank.
-constexpr int kSpins = 50;
 constexpr auto kStallCheckEvery = std::chrono::milliseconds(250);
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/tuning.h"
 #include "collectives/collectives.h"
 #include "scheduler/cache.h"
 #include "scheduler/engine.h"
@@ -25,7 +26,7 @@ namespace hvd {
 struct SchedulerOptions {
   int rank = 0;
   int size = 1;
-  size_t fusion_nbytes = 32 << 20;
+  size_t fusion_nbytes = kFusionNbytes;
   Clock::duration stall_warn{};
   Clock::duration stall_shutdown{};  // zero: never
   Clock::duration peer_timeout = Seconds(30);

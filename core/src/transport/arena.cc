@@ -13,6 +13,7 @@
 
 #include "base/pause.h"
 #include "base/sha256.h"
+#include "base/tuning.h"
 
 namespace hvd {
 namespace {
@@ -20,9 +21,6 @@ namespace {
 constexpr size_t kPage = 4096;
 // How long a dead peer or an abort can go unnoticed by a rank that sleeps in a step.
 constexpr auto kTick = std::chrono::milliseconds(20);
-// Measured with 4 ranks on 2 cores: pure spinning costs 24-32 ms a step, this 4-7 us (core.md §4).
-constexpr int kSpins = 50;
-constexpr int kYields = 10;
 
 size_t RoundUp(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
 

@@ -10,6 +10,7 @@
 
 #include "base/phases.h"
 #include "base/status.h"
+#include "base/tuning.h"
 #include "transport/cpus.h"
 #include "transport/exchange.h"
 #include "transport/fd.h"
@@ -102,9 +103,9 @@ class Arena {
   std::byte* mailbox(int rank) const;
   // What `rank` has to say together with `step`: kInlineNbytes that arrive with the arrival word, in its
   // cache line; kSlotNbytes beside it. Written by their owner between the last Await and Arrive.
-  static constexpr size_t kInlineNbytes = 48;
+  static constexpr size_t kInlineNbytes = hvd::kInlineNbytes;
   std::byte* inlined(int rank, uint32_t step) const { return control(rank)->line[step % 2].payload; }
-  static constexpr size_t kSlotNbytes = 16 << 10;
+  static constexpr size_t kSlotNbytes = kOneShotCrowdedNbytes;
   std::byte* slot(int rank, uint32_t step) const;
 
   // The step that Arrive() will reach.
