@@ -88,7 +88,8 @@ Location Group::Locate(const Buffer& buffer, size_t nbytes) {
   return {owned.number, static_cast<uint64_t>(buffer.in - segment->data())};
 }
 
-Result<std::shared_ptr<Handle>> Group::Submit(Request request, std::vector<Buffer> buffers, Then then) {
+Result<std::shared_ptr<Handle>> Group::Submit(Request request, std::vector<Buffer> buffers, Then then,
+                                              std::shared_ptr<Segment> kept) {
   HVD_RETURN_IF_ERROR(Check(request));
   if (request.op == Op::kAllreduce) {
     for (size_t i = 0; i < buffers.size(); ++i) {
@@ -98,6 +99,7 @@ Result<std::shared_ptr<Handle>> Group::Submit(Request request, std::vector<Buffe
   }
   auto shared = std::make_shared<const Request>(std::move(request));
   auto handle = std::make_shared<Handle>(shared);
+  if (kept != nullptr) handle->Keep(std::move(kept));
   HVD_RETURN_IF_ERROR(engine_->Submit({std::move(shared), std::move(buffers), handle}, then));
   return handle;
 }

@@ -34,8 +34,9 @@ class Group {
 
   // Checks the request on this rank (kInvalid) and hands it to the engine. buffers[i] belongs to
   // request.members[i] and stays valid until the handle is done. Finds out by address what is in the arena.
+  // `kept` is memory that the others need to find until then.
   Result<std::shared_ptr<Handle>> Submit(Request request, std::vector<Buffer> buffers,
-                                         Then then = Then::kGoesOn);
+                                         Then then = Then::kGoesOn, std::shared_ptr<Segment> kept = nullptr);
   // The same for one tensor; cheaper when it comes again. `where` is found out here.
   Result<std::shared_ptr<Handle>> Submit(Call call, Then then);
   // False if it is not done at the deadline, or interrupt() was true.
@@ -60,6 +61,7 @@ class Group {
   Status BeginPhase(const std::string& name, double timeout_s);
   void EndPhase() { engine_->DeclarePhase({}); }
 
+  bool IsWaiting() const { return engine_->IsWaiting(); }
   void Abort(const std::string& reason) { engine_->Abort(reason); }
   void Close() EXCLUDES(mutex_);
   Status status() const { return engine_->status(); }

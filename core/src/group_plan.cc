@@ -17,7 +17,7 @@ Result<PlanOffer> Group::OfferPlan(PlanSpec spec) {
     // The words are the whole of a segment, so the offset can say which links this rank has seen returned.
     request.members.front().where = {Locate({at, at}, 1).segment, engine_->plan_links_returned()};
   }
-  auto handle = Submit(std::move(request), {});
+  auto handle = Submit(std::move(request), {}, Then::kGoesOn, words.value());
   if (!handle.ok()) return handle.status();
   return PlanOffer{std::move(spec), std::move(words).value(), std::move(handle).value()};
 }

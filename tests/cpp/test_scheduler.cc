@@ -13,10 +13,11 @@ namespace hvd {
 namespace {
 
 using Ranks = std::vector<std::unique_ptr<Scheduler>>;
+using Exchanges = std::vector<std::unique_ptr<Exchange>>;
 
-// Connected by socket pairs and one arena.
-Ranks Connect(int size) {
-  std::vector<std::unique_ptr<Exchange>> exchanges;
+// Connected by socket pairs.
+Exchanges ConnectedExchanges(int size) {
+  Exchanges exchanges;
   for (int rank = 0; rank < size; ++rank)
     exchanges.push_back(std::make_unique<Exchange>(Topology::OneHost(rank, size), Seconds(20)));
   for (int a = 0; a < size; ++a) {
@@ -26,14 +27,22 @@ Ranks Connect(int size) {
       exchanges[static_cast<size_t>(b)]->Add(a, std::move(of_b), 0);
     }
   }
+  return exchanges;
+}
+
+std::unique_ptr<Scheduler> MakeRank(int rank, int size, Exchanges& exchanges, Arenas& arenas) {
+  return std::make_unique<Scheduler>(SchedulerOptions{rank, size, 1 << 16, Seconds(30), Seconds(60)},
+                                     Topology::OneHost(rank, size),
+                                     std::move(exchanges[static_cast<size_t>(rank)]),
+                                     std::move(arenas[static_cast<size_t>(rank)]), DataLinks{});
+}
+
+// Connected by socket pairs and one arena.
+Ranks Connect(int size) {
+  Exchanges exchanges = ConnectedExchanges(size);
   Arenas arenas = ConnectedArenas(size, 4096);
   Ranks ranks;
-  for (int rank = 0; rank < size; ++rank) {
-    ranks.push_back(std::make_unique<Scheduler>(
-        SchedulerOptions{rank, size, 1 << 16, Seconds(30), Seconds(60)}, Topology::OneHost(rank, size),
-        std::move(exchanges[static_cast<size_t>(rank)]), std::move(arenas[static_cast<size_t>(rank)]),
-        DataLinks{}));
-  }
+  for (int rank = 0; rank < size; ++rank) ranks.push_back(MakeRank(rank, size, exchanges, arenas));
   return ranks;
 }
 
@@ -268,6 +277,29 @@ TEST(a_wait_that_is_interrupted_within_a_batch_ends_the_group) {
   CHECK(done);  // with the sum, or with the interruption if the batch took long
   CHECK(mine.handle->status().ok() ? !asked.load() : mine.handle->status().code() == Code::kAborted);
   CHECK(ranks[1]->Wait(*theirs.handle, In(20), {}));
+}
+
+// Rank 0 is driven by hand here, and decides what no rank 0 decides.
+TEST(a_round_that_names_a_tensor_twice_ends_the_group) {
+  Exchanges exchanges = ConnectedExchanges(2);
+  Arenas arenas = ConnectedArenas(2, 4096);
+  const auto one = MakeRank(1, 2, exchanges, arenas);
+  Sum sum("x", 3, 1);
+  CHECK(sum.Submit(*one, Then::kGoesOn).ok());
+  Decision decision;
+  decision.name = "x";
+  decision.places = {{}};
+  Round round;
+  round.ids = {kNoId, kNoId};
+  round.in_full = {decision, decision};
+  exchanges[0]->PostAll(FrameKind::kDecide, Serialize(round));
+  exchanges[0]->Turn();
+  constexpr uint32_t kFrame = ~0u;
+  CHECK(Mailboxes(*arenas[0]).Write({&kFrame, 1}).value());
+  exchanges[0]->Post(1, FrameKind::kBeat, {});  // wakes it
+  exchanges[0]->Turn();
+  CHECK(one->Wait(*sum.handle, In(20), {}));
+  CHECK_EQ(std::string(sum.handle->status().text()), std::string("lost rank 0: it sent a broken decision"));
 }
 
 TEST(a_mailbox_carries_words_in_order_and_refuses_nonsense) {

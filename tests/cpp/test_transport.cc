@@ -277,7 +277,7 @@ std::vector<Outcome> AddOver(Links links, int sums) {
   std::vector<Outcome> outcomes(2);
   std::unique_ptr<Link> ends[2] = {std::move(links.first), std::move(links.second)};
   OnEveryRank(2, [&](int rank) {
-    auto exchange = std::make_unique<Exchange>(Topology::OneHost(rank, 2), Seconds(5));
+    auto exchange = std::make_unique<Exchange>(Topology::OneHost(rank, 2), Seconds(20));
     exchange->Add(1 - rank, std::move(ends[rank]), 0);
     Scheduler scheduler({rank, 2, 1 << 20, Seconds(30), Seconds(20)}, Topology::OneHost(rank, 2),
                         std::move(exchange), std::move(arenas[static_cast<size_t>(rank)]), {});
@@ -318,7 +318,7 @@ TEST(a_link_cut_at_any_call_ends_both_ranks_in_time_without_a_wrong_sum) {
                                   10);
     for (const Outcome& outcome : outcomes) {
       CHECK(!outcome.wrong_sum);
-      CHECK(outcome.seconds < 3);
+      CHECK(outcome.seconds < 10);  // no deadline had to pass
       const Code code = outcome.status.code();
       CHECK(code == Code::kOk || code == Code::kPeerLost || code == Code::kShutdown);
       failures += code != Code::kOk;

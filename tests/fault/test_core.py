@@ -110,6 +110,10 @@ def test_a_stopped_rank_is_reported_as_stopped() -> None:
         assert "stopped" in text
         assert "peer_timeout_s" in text
         assert at - stopped_at < 3
+        ranks[1].kill(signal.SIGCONT)
+        kind, text, _ = ranks[1].call(wait_in_vain, "y")
+        assert kind == "PeerLost"
+        assert "rank 0 gave up on rank 1: no byte" in text
 
 
 def test_a_rank_that_computes_is_not_taken_for_dead() -> None:

@@ -372,12 +372,19 @@ def test_a_native_handle() -> None:
         ):
             with pytest.raises(TypeError, match="timeout_s"):
                 wrong()
+        for not_seconds in (lambda: handle.wait("1"), lambda: first.barrier(timeout_s="1")):
+            with pytest.raises(TypeError):
+                not_seconds()
+        with pytest.raises(ValueError, match="timeout_s"):
+            first.barrier(timeout_s=float("nan"))
         for timeout in (lambda: handle.wait(0.01), lambda: handle.wait(timeout_s=0.01)):
             with pytest.raises(TimeoutError, match=r"'t' is not done after 0\.01 s"):
                 timeout()
         second.allreduce(torch.ones(2), name="t")
         assert handle.wait().tolist() == handle.wait(timeout_s=None).tolist() == [2.0, 2.0]
+        assert handle.wait(float("inf")).tolist() == [2.0, 2.0]
         assert handle.done()
+        ranks.on_every(lambda group: group.barrier())  # none of the refused ones was submitted
 
 
 def test_a_cycle_through_a_handle_is_collected() -> None:

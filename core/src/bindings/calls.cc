@@ -64,18 +64,22 @@ GroupFace& FaceOf(PyObject* self) {
   return face;
 }
 
-nb::object Started(PyObject* owner, PyObject* self, std::shared_ptr<Handle> handle, nb::object input,
-                   nb::object output, Op op) {
-  return MakeHandle({nb::borrow(owner), nb::borrow(self), std::move(input), std::move(output),
-                     std::move(handle), op == Op::kAllgather});
+// Submits; what keeps the arrays alive is made first, so that nothing can go wrong afterwards.
+template <class Submit>
+nb::object Started(PyObject* owner, PyObject* self, nb::object input, nb::object output, Op op,
+                   Submit submit) {
+  nb::object made = MakeHandle({nb::borrow(owner), nb::borrow(self), std::move(input), std::move(output),
+                                nullptr, op == Op::kAllgather});
+  SetHandle(made, ValueOrRaise(submit()));
+  return made;
 }
 
 // Waits for what was submitted with Then::kWaits.
 nb::object Finished(PyObject* self, std::shared_ptr<Handle> handle, nb::handle input, nb::handle output,
-                    nb::handle timeout_s, Op op) {
+                    const Patience& patience, Op op) {
   auto& face = *nb::inst_ptr<GroupFace>(self);
   try {
-    face.Await(*handle, timeout_s);
+    face.Await(*handle, patience);
   } catch (...) {  // it goes on
     if (!handle->done()) face.Keep(handle, nb::borrow(input), nb::borrow(output));
     throw;
@@ -92,12 +96,13 @@ PyObject* Run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Expect(count, 9);
     auto& face = FaceOf(self);
     const How how = HowOf(args[0], args + 4);
+    const Patience patience = PatienceOf(args[8]);
     const std::string_view name = Text(args[1]);
     Buffer buffer;
     View view;
     LookAt(args[2], args[3], name, &view, &buffer);
     auto handle = ValueOrRaise(face.group().Submit(MakeCall(how, name, view, buffer), Then::kWaits));
-    return Finished(self, std::move(handle), args[2], args[3], args[8], how.op);
+    return Finished(self, std::move(handle), args[2], args[3], patience, how.op);
   });
 }
 
@@ -111,8 +116,9 @@ PyObject* Start(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Buffer buffer;
     View view;
     LookAt(args[3], args[4], name, &view, &buffer);
-    auto handle = ValueOrRaise(face.group().Submit(MakeCall(how, name, view, buffer), Then::kGoesOn));
-    return Started(args[0], self, std::move(handle), nb::borrow(args[3]), nb::borrow(args[4]), how.op);
+    return Started(args[0], self, nb::borrow(args[3]), nb::borrow(args[4]), how.op, [&] {
+      return face.group().Submit(MakeCall(how, name, view, buffer), Then::kGoesOn);
+    });
   });
 }
 
@@ -135,8 +141,8 @@ class Several {
         {std::move(name), view.dtype, {view.extents().begin(), view.extents().end()}, {}});
     buffers_.push_back(buffer);
   }
-  std::shared_ptr<Handle> Submit(Group& group) {
-    return ValueOrRaise(group.Submit(std::move(request_), std::move(buffers_), Then::kGoesOn));
+  Result<std::shared_ptr<Handle>> Submit(Group& group) {
+    return group.Submit(std::move(request_), std::move(buffers_), Then::kGoesOn);
   }
 
  private:
@@ -169,7 +175,7 @@ PyObject* StartGroup(PyObject* self, PyObject* const* args, Py_ssize_t count) {
       LookAt(inputs[i], outputs[i], member, &view, &buffer);
       several.Add(std::move(member), view, buffer);
     }
-    return Started(args[0], self, several.Submit(face.group()), inputs, outputs, how.op);
+    return Started(args[0], self, inputs, outputs, how.op, [&] { return several.Submit(face.group()); });
   });
 }
 
@@ -221,7 +227,7 @@ PyObject* RunTensor(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     if (!output.is_valid()) return NotPlain();
     const Call call = MakeCall(how, Text(args[1]), view, buffer);
     auto handle = ValueOrRaise(face.group().Submit(call, Then::kWaits));
-    return Finished(self, std::move(handle), args[2], output, Py_None, how.op);
+    return Finished(self, std::move(handle), args[2], output, kForEver, how.op);
   });
 }
 
@@ -238,8 +244,8 @@ PyObject* StartTensor(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     nb::object output = PlainOutput(args[3], args[4], &view, &buffer);
     if (!output.is_valid()) return NotPlain();
     const Call call = MakeCall(how, Text(args[2]), view, buffer);
-    auto handle = ValueOrRaise(face.group().Submit(call, Then::kGoesOn));
-    return Started(args[0], self, std::move(handle), nb::borrow(args[3]), std::move(output), how.op);
+    return Started(args[0], self, nb::borrow(args[3]), std::move(output), how.op,
+                   [&] { return face.group().Submit(call, Then::kGoesOn); });
   });
 }
 
@@ -264,7 +270,8 @@ PyObject* StartTensors(PyObject* self, PyObject* const* args, Py_ssize_t count) 
       several.Add(several.NextName(), view, buffer);
       outputs.append(std::move(made));
     }
-    return Started(args[0], self, several.Submit(face.group()), tensors, std::move(outputs), how.op);
+    return Started(args[0], self, tensors, std::move(outputs), how.op,
+                   [&] { return several.Submit(face.group()); });
   });
 }
 
@@ -273,11 +280,12 @@ PyObject* Barrier(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return Called([&] {
     Expect(count, 2);
     auto& face = FaceOf(self);
+    const Patience patience = PatienceOf(args[1]);
     Request request;
     request.op = Op::kBarrier;
     request.name = Text(args[0]);
     auto handle = ValueOrRaise(face.group().Submit(std::move(request), {}, Then::kWaits));
-    return Finished(self, std::move(handle), Py_None, Py_None, args[1], Op::kBarrier);
+    return Finished(self, std::move(handle), Py_None, Py_None, patience, Op::kBarrier);
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdio>
 #include <iterator>
 #include <utility>
@@ -17,6 +18,9 @@ namespace {
 
 // Counted in the child of every fork: a Group belongs to the process that connected it.
 std::atomic<int> forks{0};
+
+// In seconds: what is longer is as good as for ever, and would not fit the clock.
+constexpr double kLongest = 1e9;
 
 }  // namespace
 
@@ -51,17 +55,30 @@ bool GroupFace::AwaitUntil(Handle& handle, Clock::time_point deadline) const {
   }
 }
 
-void GroupFace::Await(Handle& handle, nb::handle timeout_s) const {
+Patience PatienceOf(nb::handle timeout_s) {
+  if (timeout_s.is_none()) return kForEver;
+  const double seconds = PyFloat_AsDouble(timeout_s.ptr());
+  if (seconds == -1.0 && PyErr_Occurred() != nullptr) throw nb::python_error();
+  if (std::isnan(seconds)) {
+    PyErr_SetString(PyExc_ValueError, "timeout_s is not a number of seconds: nan");
+    throw nb::python_error();
+  }
+  return seconds < kLongest ? Patience(seconds) : kForEver;
+}
+
+void GroupFace::Await(Handle& handle, const Patience& patience) const {
   Check();
   if (handle.done()) return;
-  if (timeout_s.is_none()) {
+  if (group_->IsWaiting())
+    Raise(Status(Code::kInvalid, "a signal handler cannot wait for '" + handle.request().name +
+                                     "': this thread is in a collective already"));
+  if (!patience) {
     AwaitUntil(handle, Clock::time_point::max());
     return;
   }
-  const auto seconds = nb::cast<double>(timeout_s);
-  if (AwaitUntil(handle, Clock::now() + Seconds(seconds))) return;
+  if (AwaitUntil(handle, Clock::now() + Seconds(*patience))) return;
   char text[32];
-  std::snprintf(text, sizeof text, "%g", seconds);
+  std::snprintf(text, sizeof text, "%g", *patience);
   Raise(Status(Code::kTimeout, "'" + handle.request().name + "' is not done after " + text + " s"));
 }
 

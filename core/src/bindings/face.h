@@ -3,11 +3,18 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "group.h"
 
 namespace hvd {
+
+// How long somebody waits: seconds, or nothing for ever.
+using Patience = std::optional<double>;
+inline constexpr Patience kForEver;
+// Of the argument timeout_s. Raises TypeError or ValueError.
+Patience PatienceOf(nanobind::handle timeout_s);
 
 // The Group as Python has it. Keeps what is on its way but no longer wanted by anybody: the core works in it.
 class GroupFace {
@@ -17,8 +24,8 @@ class GroupFace {
   Group& group() const { return *group_; }
   // Raises in a process that was forked from the one that connected it.
   void Check() const;
-  // Waits without the GIL, and lets Ctrl-C through. None: for ever. Raises CollectiveTimeout.
-  void Await(Handle& handle, nanobind::handle timeout_s) const;
+  // Waits without the GIL, and lets Ctrl-C through. Raises CollectiveTimeout.
+  void Await(Handle& handle, const Patience& patience) const;
   void Keep(std::shared_ptr<Handle> handle, nanobind::object input, nanobind::object output);
   void Close();
 

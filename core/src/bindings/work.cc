@@ -25,13 +25,15 @@ PyTypeObject* type = nullptr;
 
 Work& WorkOf(PyObject* self) { return reinterpret_cast<HandleObject*>(self)->work; }
 
+bool IsPending(const Work& work) { return work.handle != nullptr && !work.handle->done(); }
+
 void Free(PyObject* self) {
   PyObject_GC_UnTrack(self);
   Work work = std::move(WorkOf(self));
   WorkOf(self).~Work();
   PyObject_GC_Del(self);
   Py_DECREF(reinterpret_cast<PyObject*>(type));
-  if (!work.handle->done()) {
+  if (IsPending(work)) {
     nb::inst_ptr<GroupFace>(work.face)->Keep(std::move(work.handle), std::move(work.input),
                                              std::move(work.output));
   }
@@ -44,7 +46,7 @@ int Traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(work.owner.ptr());
   Py_VISIT(work.face.ptr());
   // While the core works in them they must not be taken for garbage: it would be cleared, not only let go.
-  if (work.handle->done()) {
+  if (!IsPending(work)) {
     Py_VISIT(work.input.ptr());
     Py_VISIT(work.output.ptr());
   }
@@ -62,7 +64,8 @@ PyObject* Wait(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject
       throw nb::python_error();
     }
     Work& work = WorkOf(self);
-    nb::inst_ptr<GroupFace>(work.face)->Await(*work.handle, count + named == 1 ? args[0] : Py_None);
+    const Patience patience = count + named == 1 ? PatienceOf(args[0]) : kForEver;
+    nb::inst_ptr<GroupFace>(work.face)->Await(*work.handle, patience);
     work.input.reset();
     return ResultOf(*work.handle, work.output, work.gathers);
   });
@@ -111,6 +114,10 @@ nb::object MakeHandle(Work work) {
   new (&WorkOf(self)) Work(std::move(work));
   PyObject_GC_Track(self);
   return nb::steal(self);
+}
+
+void SetHandle(nb::handle made, std::shared_ptr<Handle> handle) {
+  WorkOf(made.ptr()).handle = std::move(handle);
 }
 
 nb::object ResultOf(const Handle& handle, nb::handle output, bool gathers) {

@@ -18,8 +18,10 @@ struct Work {
   bool gathers;
 };
 
-// As Python has it: an object of the class Handle.
+// As Python has it: an object of the class Handle. One that was made without a handle gets it before anybody
+// sees it.
 nanobind::object MakeHandle(Work work);
+void SetHandle(nanobind::handle made, std::shared_ptr<Handle> handle);
 
 // The result of a done handle. Raises what it failed with.
 nanobind::object ResultOf(const Handle& handle, nanobind::handle output, bool gathers);

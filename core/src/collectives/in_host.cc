@@ -34,6 +34,7 @@ Status Allgather(Arena& arena, const Arena::Tick& tick, const std::byte* in, std
   for (size_t at = 0; at < longest; at += chunk, buffer ^= 1) {
     if (const size_t n = part(arena.rank(), at); n > 0)
       std::memcpy(arena.staging(arena.rank(), buffer), in + at, n);
+    HVD_RETURN_IF_ERROR(arena.Beat(tick));
     // Two buffers and one step: who arrives here has copied out chunk c - 1, so chunk c + 1 may overwrite it.
     HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
     for (int rank = 0; rank < arena.size(); ++rank) {
@@ -54,6 +55,7 @@ Status Broadcast(Arena& arena, const Arena::Tick& tick, int root, const std::byt
   for (size_t at = 0; at < nbytes; at += chunk, buffer ^= 1) {
     const size_t n = std::min(chunk, nbytes - at);
     if (is_root) std::memcpy(arena.staging(root, buffer), in + at, n);
+    HVD_RETURN_IF_ERROR(arena.Beat(tick));
     HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
     if (!is_root) std::memcpy(out + at, arena.staging(root, buffer), n);
   }

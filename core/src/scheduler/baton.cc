@@ -23,7 +23,7 @@ constexpr auto kParked = std::chrono::milliseconds(20);
 // Longest sleep of a coordinator, which looks for stalls, and of everybody else.
 constexpr auto kStallCheckEvery = std::chrono::milliseconds(250);
 constexpr auto kIdle = std::chrono::seconds(60);
-// While words wait for room in a mailbox; nobody says when there is.
+// While words or decisions wait for room in a mailbox; nobody says when there is.
 constexpr auto kFullMailbox = std::chrono::milliseconds(1);
 // How long a dying or closing rank tries to tell the others why.
 constexpr auto kLastWords = std::chrono::milliseconds(500);
@@ -56,12 +56,14 @@ bool Scheduler::Wait(Handle& handle, Clock::time_point deadline, const Interrupt
     if (handle.done()) return true;
     if (!works) return handle.Wait(deadline, handle.pokes());
     if (!ending_.load(std::memory_order_acquire) && baton_.TryLock()) {
+      driver_.store(std::this_thread::get_id(), std::memory_order_relaxed);
       driving_.store(true, std::memory_order_seq_cst);
       drives_.fetch_add(1, std::memory_order_relaxed);
       interrupt_ = interrupt ? &interrupt : nullptr;
       const bool undisturbed = Drive(handle, deadline);
       interrupt_ = nullptr;
       driving_.store(false, std::memory_order_seq_cst);
+      driver_.store({}, std::memory_order_relaxed);
       baton_.Unlock();
       HandOver();
       if (!undisturbed && !handle.done()) return false;
@@ -140,7 +142,7 @@ bool Scheduler::HasNews() {
 // Sleeps with the baton until something comes. False if a signal came.
 bool Scheduler::Doze(Clock::time_point until) {
   until = std::min({until, exchange_->next_beat(), tracer_.next_step(), Clock::now() + kStallCheckEvery});
-  if (!unannounced_.empty()) until = std::min(until, Clock::now() + kFullMailbox);
+  if (AwaitsRoom()) until = std::min(until, Clock::now() + kFullMailbox);
   dozing_.store(true, std::memory_order_seq_cst);
   if (mailboxes_ != nullptr) mailboxes_->SetAsleep(true);
   bool interrupted = false;
@@ -194,6 +196,7 @@ void Scheduler::Run() {
     if (SleepUntilNews(due, parked)) NapThroughBurst();
     if (ending_.load(std::memory_order_acquire)) break;
     if (!baton_.TryLock()) {
+      BeatIfLent();
       parked = true;
       continue;
     }
@@ -202,7 +205,7 @@ void Scheduler::Run() {
     due =
         std::min(exchange_->next_beat(), Clock::now() + (quick ? Clock::duration(kIdle) : kStallCheckEvery));
     due = std::min(due, tracer_.next_step());
-    if (!unannounced_.empty()) due = std::min(due, Clock::now() + kFullMailbox);
+    if (AwaitsRoom()) due = std::min(due, Clock::now() + kFullMailbox);
     baton_.Unlock();
     if (!status.ok()) Fail(status);
     if (num_waiting_.load(std::memory_order_seq_cst) > 0) HandOver();
@@ -222,6 +225,13 @@ void Scheduler::NapThroughBurst() {
     ::nanosleep(&time, nullptr);
     if (num_pending_.load(std::memory_order_relaxed) - before < nap / kBurstEvery) break;
   }
+}
+
+// A thread that holds the baton may be kept from its work, by a signal handler or by whoever has the GIL;
+// this rank is alive all the same.
+void Scheduler::BeatIfLent() {
+  MutexLock lock(lent_mutex_);
+  if (is_lent_) exchange_->Turn();
 }
 
 // True if it was the bell. Parked: threads of the program look after the links.
@@ -294,10 +304,7 @@ void Scheduler::End() {
 
 void Scheduler::Die(const Status& status, bool tell_peers) {
   if (tell_peers) {
-    Writer payload;
-    payload.Put(static_cast<uint8_t>(status.code()));
-    payload.PutString(status.text());
-    exchange_->PostAll(FrameKind::kAbort, payload.Take());
+    exchange_->PostAll(FrameKind::kAbort, Exchange::AbortPayload(status));
     if (Trace* trace = tracer_.trace()) NotePending(*trace);
     if (!IsCoordinator()) tracer_.Finish();
   }

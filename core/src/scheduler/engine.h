@@ -27,6 +27,7 @@ struct Submission {
   std::vector<Buffer> buffers;  // empty: `only` is the only one
   std::shared_ptr<Handle> handle;
   int64_t queued_ns = 0;  // only while a timeline is written
+  bool running = false;   // a round that is being run has it
   Buffer only{};
 
   bool active() const { return handle != nullptr; }
@@ -68,7 +69,8 @@ enum class Then : uint8_t { kGoesOn, kWaits };
 // What carries out the collectives of a Group: a Scheduler, or Solo for a Group of one. Any thread.
 class Engine {
  public:
-  // Called now and then on the thread that waits; true ends its wait.
+  // Called now and then on the thread that waits; true ends its wait. May take long (it waits for the GIL),
+  // and may call the Engine, but not Wait().
   using Interrupt = std::function<bool()>;
 
   virtual ~Engine() = default;
@@ -80,6 +82,8 @@ class Engine {
   virtual Result<std::shared_ptr<Handle>> SubmitAgain(const Call& call, Then then) = 0;
   // False if it is not done at the deadline, or was interrupted. May do the work on this thread.
   virtual bool Wait(Handle& handle, Clock::time_point deadline, const Interrupt& interrupt) = 0;
+  // Whether this thread is in Wait() already, below its interrupt.
+  virtual bool IsWaiting() const = 0;
   // Makes `segment` (number > 0, counted by the caller) known to the other ranks, before anything that is
   // submitted later.
   virtual void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) = 0;

@@ -67,6 +67,8 @@ class Handle {
   // The engine's side: results first, then Complete().
   std::vector<Gathered>& results() { return Made().gathered; }
   void SetMeeting(Meeting meeting) { Made().meeting = std::move(meeting); }
+  // Lives as long as this handle, so at least until the collective is done. Before it is submitted.
+  void Keep(std::shared_ptr<Segment> segment) { Made().kept = std::move(segment); }
   void Complete(Status status) EXCLUDES(mutex_) {
     if (done()) return;
     status_ = std::move(status);
@@ -81,6 +83,7 @@ class Handle {
   struct Results {
     std::vector<Gathered> gathered;
     Meeting meeting;
+    std::shared_ptr<Segment> kept;
   };
   static const Results kNothing;
   Results& Made() {

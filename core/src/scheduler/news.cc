@@ -10,6 +10,8 @@ namespace {
 // In rank 0's mailbox a round is its number of ids and then these, or this: the round comes as a frame.
 constexpr uint32_t kFrame = ~0u;
 constexpr size_t kMostIds = 1000;  // a longer round comes as a frame
+// How often it is looked for segments without tensors.
+constexpr auto kReleaseEvery = std::chrono::milliseconds(100);
 
 Status Broken(int rank, const char* what) {
   return Status(Code::kPeerLost, "lost rank " + std::to_string(rank) + ": it sent a broken " + what);
@@ -61,6 +63,20 @@ Status Scheduler::TakeSubmissions() {
   }
   if (!announcements.empty()) exchange_->Post(0, FrameKind::kAnnounce, Serialize(announcements));
   return Status::Ok();
+}
+
+// The others may still have a segment open when this rank lets it go, but no collective is in it: those of
+// its tensors are done.
+void Scheduler::ReleaseSegments() {
+  const auto now = Clock::now();
+  if (now < next_release_) return;
+  next_release_ = now + kReleaseEvery;
+  for (const uint32_t number : arena_->UnusedSegments()) {
+    Writer payload;
+    payload.Put(number);
+    exchange_->PostHost(FrameKind::kRelease, payload.Take());
+    arena_->RemoveSegment(topology_.local_rank, number);
+  }
 }
 
 // As many as fit; the others in a later turn.
@@ -171,6 +187,14 @@ Status Scheduler::HandleFrames() {
         if (!segment.ok()) return segment.status().Prepend(from);
         HVD_RETURN_IF_ERROR(
             arena_->AddSegment(topology_.LocalRankOf(frame->peer), number, std::move(segment).value()));
+        break;
+      }
+      case FrameKind::kRelease: {
+        Reader in(frame->payload);
+        const auto number = in.Get<uint32_t>();
+        if (!topology_.SameHost(frame->peer) || !in.ok() ||
+            !arena_->RemoveSegment(topology_.LocalRankOf(frame->peer), number))
+          return Broken(frame->peer, "release");
         break;
       }
       case FrameKind::kAbort:

@@ -29,11 +29,22 @@ Status Scheduler::Tick(int awaited_rank) {
     return Status(Code::kShutdown,
                   "rank " + std::to_string(awaited_rank) + " closed the Group during " + Doing());
   }
-  if (interrupt_ != nullptr && Clock::now() >= interruptible_at_ && (*interrupt_)()) {
+  if (interrupt_ != nullptr && Clock::now() >= interruptible_at_ && IsInterrupted()) {
     return Status(Code::kAborted,
                   "rank " + std::to_string(options_.rank) + " was interrupted by a signal during " + Doing());
   }
   return Status::Ok();
+}
+
+bool Scheduler::IsInterrupted() {
+  const auto lend = [this](bool is_lent) {
+    MutexLock lock(lent_mutex_);
+    is_lent_ = is_lent;
+  };
+  lend(true);
+  const bool is_interrupted = (*interrupt_)();
+  lend(false);
+  return is_interrupted;
 }
 
 Status Scheduler::CheckPeers() {

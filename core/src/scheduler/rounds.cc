@@ -1,5 +1,7 @@
 // What a turn does, and how a round that was decided is run.
 #include <algorithm>
+#include <new>
+#include <utility>
 
 #include "scheduler/scheduler.h"
 
@@ -42,6 +44,15 @@ bool Fits(const Decision& decision, const Request& request, int rank, int size) 
 }  // namespace
 
 Result<bool> Scheduler::Turn(bool poll) {
+  try {
+    return LookAtEverything(poll);
+  } catch (const std::bad_alloc&) {
+    return Status(Code::kAborted,
+                  "rank " + std::to_string(options_.rank) + " ran out of memory (in " + Doing() + ")");
+  }
+}
+
+Result<bool> Scheduler::LookAtEverything(bool poll) {
   const auto before = counters_.collectives.load(std::memory_order_relaxed);
   if (poll) {
     tracer_.Step();
@@ -67,6 +78,7 @@ Result<bool> Scheduler::Turn(bool poll) {
   if (poll) {
     HVD_RETURN_IF_ERROR(CheckPeers());
     HVD_RETURN_IF_ERROR(CheckStalls());
+    ReleaseSegments();
   }
   return counters_.collectives.load(std::memory_order_relaxed) != before;
 }
@@ -76,6 +88,11 @@ Status Scheduler::Resolve(const Round& round) {
   running_.clear();
   tensors_.clear();
   auto in_full = round.in_full.begin();
+  // A round that names a submission twice is broken as well.
+  const auto run = [&](const Running& running) {
+    running_.push_back(running);
+    return !std::exchange(running.submission->running, true);
+  };
   // What was submitted stays where it is until Complete() or Die(), by this thread.
   MutexLock lock(mutex_);
   for (const CacheId id : round.ids) {
@@ -84,7 +101,7 @@ Status Scheduler::Resolve(const Round& round) {
       auto* entry = known_.Find(id);
       if (entry == nullptr || !entry->value.pending.active()) return broken();
       Known& known = entry->value;
-      running_.push_back({&known.pending, known.request.get(), &known.decision, &known, id});
+      if (!run({&known.pending, known.request.get(), &known.decision, &known, id})) return broken();
       if (known.tensor) {
         tensors_.push_back(*known.tensor);
         tensors_.back().decision = index;
@@ -94,15 +111,15 @@ Status Scheduler::Resolve(const Round& round) {
       continue;
     }
     const Decision& decision = *in_full++;
+    bool is_new = false;
     if (const auto found = pending_.find(decision.name); found != pending_.end()) {
-      running_.push_back({&found->second, found->second.request.get(), &decision, nullptr, kNoId});
+      is_new = run({&found->second, found->second.request.get(), &decision, nullptr, kNoId});
     } else if (auto* entry = known_.Find(decision.name); entry != nullptr && entry->value.pending.active()) {
       // By number here, in full elsewhere.
       Known& known = entry->value;
-      running_.push_back({&known.pending, known.request.get(), &decision, &known, kNoId});
-    } else {
-      return broken();
+      is_new = run({&known.pending, known.request.get(), &decision, &known, kNoId});
     }
+    if (!is_new) return broken();
     const Request& request = *running_.back().request;
     if (decision.mismatch.empty() && !Fits(decision, request, options_.rank, options_.size)) return broken();
     AppendTensors(request, decision, index, &tensors_);
@@ -141,6 +158,7 @@ void Scheduler::Complete() {
     MutexLock lock(mutex_);
     for (const Running& running : running_) {
       Submission& submission = *running.submission;
+      submission.running = false;
       done_.push_back(std::move(submission.handle));
       if (running.id != kNoId) {
         submission.buffers.clear();

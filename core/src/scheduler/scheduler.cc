@@ -150,7 +150,8 @@ void Scheduler::Close() {
   ending_.store(true, std::memory_order_seq_cst);
   exchange_->Wake();
   Ring(bell_);
-  if (thread_.joinable()) thread_.join();
+  // From the interrupt of this thread's own Wait(): the thread ends when that has given the baton back.
+  if (thread_.joinable() && !IsWaiting()) thread_.join();
 }
 
 Status Scheduler::status() const {

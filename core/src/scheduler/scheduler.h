@@ -54,6 +54,9 @@ class Scheduler final : public Engine {
   Result<std::shared_ptr<Handle>> SubmitAgain(const Call& call, Then then) override EXCLUDES(mutex_, baton_);
   bool Wait(Handle& handle, Clock::time_point deadline, const Interrupt& interrupt) override
       EXCLUDES(mutex_, baton_);
+  bool IsWaiting() const override {
+    return driver_.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
   void AddSegment(uint32_t number, std::shared_ptr<Segment> segment) override EXCLUDES(mutex_);
   void DeclarePhase(PhaseNews news) override EXCLUDES(mutex_);
   void Kill(const Status& reason) override EXCLUDES(mutex_);
@@ -108,6 +111,7 @@ class Scheduler final : public Engine {
 
   // -- news.cc: what comes in and goes out
   Status TakeSubmissions() REQUIRES(baton_) EXCLUDES(mutex_);
+  void ReleaseSegments() REQUIRES(baton_);
   Status AnnounceIds() REQUIRES(baton_);
   Status ReadMailboxes() REQUIRES(baton_);
   Status ReadRounds() REQUIRES(baton_);
@@ -123,11 +127,14 @@ class Scheduler final : public Engine {
   Status CheckStalls() REQUIRES(baton_);
   // Called while the collectives wait for a rank; whoever calls them has the baton.
   Status Tick(int awaited_rank) NO_THREAD_SAFETY_ANALYSIS;
+  bool IsInterrupted() REQUIRES(baton_) EXCLUDES(lent_mutex_);
+  void BeatIfLent() NO_THREAD_SAFETY_ANALYSIS;
   std::string PendingName() EXCLUDES(mutex_);
 
   // -- rounds.cc: a turn, and the rounds in it
   // Looks at everything once; true if something happened. poll: at the links as well.
   Result<bool> Turn(bool poll) REQUIRES(baton_) EXCLUDES(mutex_);
+  Result<bool> LookAtEverything(bool poll) REQUIRES(baton_) EXCLUDES(mutex_);
   // Finds the submissions of a round's decisions; not ok if the round does not make sense here.
   Status Resolve(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
   Status Execute(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
@@ -155,6 +162,8 @@ class Scheduler final : public Engine {
   void EndTimeline(Clock::duration patience) REQUIRES(baton_);
 
   std::string Doing() const REQUIRES(baton_);
+  // There is something to be told that does not fit into the mailbox yet.
+  bool AwaitsRoom() const REQUIRES(baton_) { return !unannounced_.empty() || negotiator_.has_ready(); }
   bool IsCoordinator() const { return options_.rank == 0; }
 
   const SchedulerOptions options_;
@@ -194,8 +203,13 @@ class Scheduler final : public Engine {
   Clock::time_point interruptible_at_ GUARDED_BY(baton_);
   Clock::time_point next_poll_ GUARDED_BY(baton_);
   Clock::time_point next_stall_check_ GUARDED_BY(baton_);
+  Clock::time_point next_release_ GUARDED_BY(baton_);
   std::unordered_map<std::string, Clock::time_point> stall_warned_ GUARDED_BY(baton_);
   LongPhases long_phases_ GUARDED_BY(baton_);
+
+  // While the holder of the baton is in the program's code, the Scheduler's thread moves bytes and beats.
+  Mutex lent_mutex_;
+  bool is_lent_ GUARDED_BY(lent_mutex_) = false;
 
   mutable Mutex mutex_;
   // Entries come and go under both mutexes; under mutex_ alone an entry can be found and submitted.
@@ -212,15 +226,16 @@ class Scheduler final : public Engine {
   Status dead_ GUARDED_BY(mutex_);
 
   // Without a mutex; what is written before a sleeper is looked for, and what a sleeper looks at last.
-  std::atomic<bool> news_{false};         // something was submitted
-  std::atomic<int> num_pending_{0};       // submissions not done
-  std::atomic<int> num_waiting_{0};       // threads in waiting_
-  std::atomic<bool> ending_{false};       // aborted, closed or failed: the thread ends the Group
-  std::atomic<bool> driving_{false};      // a thread of the program has the baton
-  std::atomic<bool> dozing_{false};       // ... and sleeps with it; Exchange::Wake() wakes it
-  std::atomic<bool> handed_over_{false};  // work was left to the thread
-  std::atomic<bool> asleep_{false};       // the thread sleeps; bell_ wakes it
-  std::atomic<uint64_t> drives_{0};       // how often a thread of the program took the baton
+  std::atomic<bool> news_{false};          // something was submitted
+  std::atomic<int> num_pending_{0};        // submissions not done
+  std::atomic<int> num_waiting_{0};        // threads in waiting_
+  std::atomic<bool> ending_{false};        // aborted, closed or failed: the thread ends the Group
+  std::atomic<bool> driving_{false};       // a thread of the program has the baton
+  std::atomic<std::thread::id> driver_{};  // ... this one
+  std::atomic<bool> dozing_{false};        // ... and sleeps with it; Exchange::Wake() wakes it
+  std::atomic<bool> handed_over_{false};   // work was left to the thread
+  std::atomic<bool> asleep_{false};        // the thread sleeps; bell_ wakes it
+  std::atomic<uint64_t> drives_{0};        // how often a thread of the program took the baton
 
   Counters counters_;
   Tracer tracer_;  // its Step() and what else is the engine's: with the baton

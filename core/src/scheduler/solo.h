@@ -16,6 +16,7 @@ class Solo final : public Engine {
     return std::shared_ptr<Handle>();
   }
   bool Wait(Handle&, Clock::time_point, const Interrupt&) override { return true; }
+  bool IsWaiting() const override { return false; }
   void AddSegment(uint32_t, std::shared_ptr<Segment>) override {}
   void DeclarePhase(PhaseNews) override {}
   void Kill(const Status& reason) override { Die(reason); }

@@ -113,6 +113,18 @@ Status Arena::AddSegment(int rank, uint32_t number, std::shared_ptr<Segment> seg
   return Status::Ok();
 }
 
+bool Arena::RemoveSegment(int rank, uint32_t number) {
+  return segments_[static_cast<size_t>(rank)].erase(number) == 1;
+}
+
+std::vector<uint32_t> Arena::UnusedSegments() const {
+  std::vector<uint32_t> unused;
+  for (const auto& [number, segment] : segments_[static_cast<size_t>(rank_)]) {
+    if (segment.use_count() == 1) unused.push_back(number);
+  }
+  return unused;
+}
+
 bool Arena::HasSegment(int rank, uint32_t number) const {
   return segments_[static_cast<size_t>(rank)].contains(number);
 }

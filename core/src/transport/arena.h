@@ -74,6 +74,10 @@ class Arena {
 
   // Segment `number` of `rank`; number 0 is its control segment, needed before the first step.
   Status AddSegment(int rank, uint32_t number, std::shared_ptr<Segment> segment);
+  // Lets it go, on this rank; false if there is none.
+  bool RemoveSegment(int rank, uint32_t number);
+  // The segments of this rank that nobody else holds any more: no tensor lives in them.
+  std::vector<uint32_t> UnusedSegments() const;
   bool HasSegment(int rank, uint32_t number) const;
   std::shared_ptr<Segment> SegmentOf(int rank, uint32_t number) const;  // null if it is not there
   std::byte* At(int rank, const Location& where, size_t nbytes) const;  // null if there is no such place

@@ -189,7 +189,9 @@ class Bootstrap {
     wanted.is_trying = false;
     const auto route = routes_.find(wanted.name.peer);
     if (route == routes_.end()) {
-      wanted.why = "Unix socket: " + std::string(why);
+      wanted.why = "Unix socket: " + std::string(why) +
+                   "; it says it is on this host. If it is not, or in another container, give each its own "
+                   "HVD_HOST_ID";
       return;
     }
     wanted.why = route->second.address() + ": " + std::string(why);

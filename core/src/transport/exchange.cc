@@ -295,6 +295,13 @@ bool Exchange::Take(int from, const FrameHeader& header, std::string_view bytes)
   return true;
 }
 
+std::string Exchange::AbortPayload(const Status& reason) {
+  Writer payload;
+  payload.Put(static_cast<uint8_t>(reason.code()));
+  payload.PutString(reason.text());
+  return payload.Take();
+}
+
 Status Exchange::ReasonOf(std::string_view abort_payload) {
   Reader in(abort_payload);
   const auto code = static_cast<Code>(in.Get<uint8_t>());
@@ -337,9 +344,15 @@ bool Exchange::CheckSilence(Clock::time_point now) {
   for (const int peer : neighbours_) {
     const Peer* p = Connected(peer);
     if (p == nullptr || now - p->heard < peer_timeout_) continue;
-    Lose(peer, Status(Code::kPeerLost, std::string(IsStopped(p->pid) ? "its process is stopped; " : "") +
-                                           "no byte for " + InSeconds(now - p->heard) +
-                                           " (peer_timeout_s=" + InSeconds(peer_timeout_) + ")"));
+    const std::string silent =
+        "no byte for " + InSeconds(now - p->heard) + " (peer_timeout_s=" + InSeconds(peer_timeout_) + ")";
+    // If it was only kept from its work it reads this, and not just an end that looks like this rank's.
+    PostTo(
+        peer, FrameKind::kAbort, FrameHeader::kNeighbour,
+        AbortPayload(Status(Code::kPeerLost, "rank " + std::to_string(topology_.rank) + " gave up on rank " +
+                                                 std::to_string(peer) + ": " + silent + " from it")));
+    Lose(peer,
+         Status(Code::kPeerLost, std::string(IsStopped(p->pid) ? "its process is stopped; " : "") + silent));
     lost = true;
   }
   return lost;

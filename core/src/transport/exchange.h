@@ -68,7 +68,8 @@ class Exchange {
   // Why all of this is over before it began: an abort that was heard, or lost(). For who connects and does
   // not take frames yet.
   const Status& ended() const { return heard_abort_.ok() ? lost_ : heard_abort_; }
-  // What an abort says; kAborted if its code is none.
+  // The payload of a kAbort, and what it says; kAborted if its code is none.
+  static std::string AbortPayload(const Status& reason);
   static Status ReasonOf(std::string_view abort_payload);
   // `rank` has closed the Group and said so.
   bool HasLeft(int rank) const {  // any thread

@@ -18,6 +18,7 @@ enum class FrameKind : uint8_t {
   kBye,          // the sender closed the Group; its connections end next
   kTrace,        // between the Tracers
   kPhase,        // to the coordinator: this rank begins or ends a declared phase
+  kRelease,      // the sender's tensors have left a segment
   kBeat,         // still there
 };
 
@@ -64,7 +65,8 @@ struct FrameHeader {
         header.kind > FrameKind::kBeat || header.origin < 0 || header.origin >= size ||
         header.destination < kNeighbour || header.destination >= size)
       return std::nullopt;
-    const bool stays = header.kind == FrameKind::kSegment || header.kind == FrameKind::kBeat;
+    const bool stays = header.kind == FrameKind::kSegment || header.kind == FrameKind::kRelease ||
+                       header.kind == FrameKind::kBeat;
     if (stays && header.destination != kNeighbour) return std::nullopt;
     return header;
   }
