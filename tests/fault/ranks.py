@@ -47,9 +47,12 @@ class Rank:
         return self.result()
 
     def kill(self, signum: int = signal.SIGKILL) -> float:
-        """When the signal was sent (time.monotonic, the same for all processes)."""
+        """When the signal was sent (time.monotonic, the same for all processes). Stopped, no thread of it
+        runs any more when this returns."""
         at = time.monotonic()
         os.kill(self.pid, signum)
+        if signum == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED)
         return at
 
 

@@ -26,7 +26,7 @@ def test_a_handler_may_close_the_group() -> None:
     with connected_ranks(2) as ranks:
         _stop_after_announcing(ranks[1], "large")
         ranks[0].start(add_with_handler, "large", _COUNT, "close")
-        assert not ranks[0].pipe.poll(0.5), "it was to be in the batch"
+        assert not ranks[0].pipe.poll(0.5), f"it was to be in the batch: {ranks[0].result()}"
         ranks[0].kill(signal.SIGTERM)
         kind, text, raised = ranks[0].result(10)
         assert (kind, raised) == ("GroupClosed", "")
