@@ -48,11 +48,11 @@ inline constexpr size_t kSmallGatheredNbytes = 128 << 10;
 inline constexpr size_t kChunksWanted = 16;
 inline constexpr size_t kMinChunkNbytes = 32 << 10;
 inline constexpr size_t kMaxChunkNbytes = 256 << 10;
-// Looks at the links, each with a yield, before poll(2): sleeping costs a wake-up of the CPU. Two namespaces,
-// a CPU for each rank, achieved / raw with 10 and with 200 looks: 0.97 and 1.43 at 64 KiB, 0.74 and 0.98 at
-// 1 MiB, 1.0 and 1.35 at 4 MiB; 50 are as good as 200. Ranks that share CPUs leave them to each other.
-inline constexpr int kLinkLooks = 50;
-inline constexpr int kLinkLooksCrowded = 10;
+// How long to look at the links, with a yield after each look, before poll(2): sleeping costs a wake-up of
+// the CPU. A time and not a number of looks, since where ranks share CPUs one yield may take milliseconds.
+// Two namespaces, a CPU for each rank, achieved / raw with 10 and with 200 looks: 0.97 and 1.43 at 64 KiB,
+// 0.74 and 0.98 at 1 MiB, 1.0 and 1.35 at 4 MiB; 50, which take about this long, are as good as 200.
+inline constexpr auto kLinkLookFor = std::chrono::microseconds(100);
 
 // -- waiting for ranks of this host --
 

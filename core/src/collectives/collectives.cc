@@ -312,14 +312,14 @@ Status Collectives::Drive(Machine& machine, const IsDone& is_done) {
 template <class Machine>
 Status Collectives::Turn(Machine& machine, std::chrono::milliseconds patience) {
   const PhaseScope scope(arena_.phases(), Phase::kWire);
-  const int looks = arena_.has_cpu_for_each() ? kLinkLooks : kLinkLooksCrowded;
-  for (int i = 0; i < looks; ++i) {
+  const auto until = Clock::now() + kLinkLookFor;
+  do {
     auto moved = machine.Advance();
     if (!moved.ok()) return Explain(moved.status());
     if (moved.value()) left_at_.reset();
     if (moved.value()) return TickIfDue(machine.awaited_rank());
     ::sched_yield();
-  }
+  } while (Clock::now() < until);
   fds_.clear();
   machine.Wants(&fds_);
   ::poll(fds_.data(), fds_.size(), static_cast<int>(patience.count()));
