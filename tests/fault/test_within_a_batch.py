@@ -16,17 +16,20 @@ pytestmark = pytest.mark.timeout(90)
 _COUNT = 1_000_000
 
 
-def _stop_after_announcing(rank: Rank, name: str) -> None:
-    """Who sums with it now waits in the batch."""
-    rank.call(start_adding, name, _COUNT)
-    rank.kill(signal.SIGSTOP)
+def _stop_after_announcing(ranks: list[Rank], name: str) -> None:
+    """Rank 0 now waits in the batch of `name`, not for it to be decided."""
+    ranks[1].call(start_adding, name, _COUNT)
+    for rank in ranks:
+        rank.start(add)
+    assert [rank.result() for rank in ranks] == [2.0, 2.0]
+    ranks[1].kill(signal.SIGSTOP)
 
 
 def test_a_handler_may_close_the_group() -> None:
     with connected_ranks(2) as ranks:
-        _stop_after_announcing(ranks[1], "large")
+        _stop_after_announcing(ranks, "large")
         ranks[0].start(add_with_handler, "large", _COUNT, "close")
-        assert not ranks[0].pipe.poll(0.5), f"it was to be in the batch: {ranks[0].result()}"
+        assert not ranks[0].pipe.poll(0.5), "it was to be in the batch"
         ranks[0].kill(signal.SIGTERM)
         kind, text, raised = ranks[0].result(10)
         assert (kind, raised) == ("GroupClosed", "")
@@ -35,7 +38,7 @@ def test_a_handler_may_close_the_group() -> None:
 
 def test_a_handler_that_wants_a_sum_is_refused_and_the_batch_goes_on() -> None:
     with connected_ranks(2) as ranks:
-        _stop_after_announcing(ranks[1], "large")
+        _stop_after_announcing(ranks, "large")
         ranks[0].start(add_with_handler, "large", _COUNT, "add")
         assert not ranks[0].pipe.poll(0.5), "it was to be in the batch"
         ranks[0].kill(signal.SIGTERM)
@@ -49,7 +52,7 @@ def test_a_handler_that_wants_a_sum_is_refused_and_the_batch_goes_on() -> None:
 
 def test_who_waits_for_the_gil_is_not_taken_for_dead() -> None:
     with connected_ranks(2, peer_timeout_s=2.0) as ranks:
-        _stop_after_announcing(ranks[1], "large")
+        _stop_after_announcing(ranks, "large")
         ranks[0].start(add_while_a_thread_holds_the_gil, "large", _COUNT, 5.0)
         assert not ranks[0].pipe.poll(0.8), "it was to be in the batch"
         ranks[1].kill(signal.SIGCONT)
