@@ -61,8 +61,9 @@ constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16,
 double ReduceSeconds(const Case& c, DType dtype, size_t nbytes, int samples) {
   std::vector<const void*> srcs;
   std::vector<void*> dsts;
-  // Offset from each other by odd pages, or all would fall into the same sets of the cache.
-  const size_t each = nbytes + 4096 + 256;
+  // Offset from each other by odd pages, or all would fall into the same sets of the cache; and by more than
+  // what is stored at once, or a store would look like the next load modulo 4096.
+  const size_t each = nbytes + 4096 + 576;
   Memory memory(each * static_cast<size_t>(c.n + 1) + 4096);
   for (int r = 0; r < c.n; ++r) srcs.push_back(memory.data + each * static_cast<size_t>(r));
   for (int k = 0; k < c.m; ++k)
