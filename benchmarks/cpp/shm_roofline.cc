@@ -88,7 +88,7 @@ struct Rank {
       Require(arena->AddSegment(r, 0, control.value()).ok(), "no arena");
       tensors.push_back(tensor.value());
     }
-    Require(arena->OpenPeers(Arena::Reads::kOff, 0, kNeverGiveUp).ok(), "no arena");
+    Require(arena->CountCpus(kNeverGiveUp).ok(), "no arena");
   }
 
   void Together() { Require(arena->ArriveAndAwait(kNeverGiveUp).ok(), "lost a rank"); }

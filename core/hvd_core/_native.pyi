@@ -26,7 +26,6 @@ class Group:
         epoch: int,
         fusion_bytes: int,
         chunk_bytes: int,
-        peer_reads: bool,
         connect_timeout_s: float,
         peer_timeout_s: float,
         stall_warn_s: float,

@@ -22,8 +22,6 @@ class Config:
     fusion_bytes: int = 32 << 20
     #: Tensors outside the arena pass through it in chunks of this many bytes (two are in flight).
     chunk_bytes: int = field(default=256 << 10, metadata={"least": 64})
-    #: 1: ranks of a host read each other's tensors where the kernel permits it; 0: always through the arena.
-    peer_reads: int = 1
     #: Every rank must have connected after this many seconds.
     connect_timeout_s: float = 60.0
     #: A peer from which nothing was heard for this long is lost.

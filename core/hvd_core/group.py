@@ -137,7 +137,6 @@ class Group:
             epoch,
             config.fusion_bytes,
             config.chunk_bytes,
-            config.peer_reads != 0,
             config.connect_timeout_s,
             config.peer_timeout_s,
             config.stall_warn_s,

@@ -8,8 +8,7 @@ namespace hvd {
 Result<PlanOffer> Group::OfferPlan(PlanSpec spec) {
   Request request{Op::kAllreduce, spec.name, spec.reduce, spec.scale.pre, spec.scale.post, 0, spec.members};
   HVD_RETURN_IF_ERROR(Check(request));
-  const bool staged = topology_.local_size() > 1 && !engine_->reads_peers();
-  auto words = Empty(Plan::WordsNbytes(spec, staged));
+  auto words = Empty(Plan::WordsNbytes(spec, topology_.local_size()));
   if (!words.ok()) return words.status();
   request.op = Op::kPlan;
   std::byte* at = words.value()->data();
@@ -28,18 +27,16 @@ std::shared_ptr<Plan> Group::JoinPlan(const PlanOffer& offer) {
   if (size_ == 1) segments = {offer.words};
   if (segments.size() != static_cast<size_t>(topology_.local_size())) return nullptr;
   if (topology_.hosts() > 1 && meeting.links == nullptr) return nullptr;
-  const bool staged = topology_.local_size() > 1 && meeting.read == nullptr;
   PlanHost host;
   host.rank = topology_.local_rank;
   host.first_rank = topology_.leader(topology_.host);
   host.hosts = topology_.hosts();
   host.owners = topology_.slices();
   for (const auto& segment : segments) {
-    if (segment->nbytes() < Plan::WordsNbytes(offer.spec, staged)) return nullptr;
+    if (segment->nbytes() < Plan::WordsNbytes(offer.spec, topology_.local_size())) return nullptr;
     host.words.push_back(segment->data());
   }
   host.owner = std::make_shared<const std::vector<std::shared_ptr<Segment>>>(std::move(segments));
-  host.read = meeting.read;
   host.status = [this] { return engine_->status(); };
   host.has_left = [this](int rank) { return engine_->HasLeft(rank); };
   host.kill = [this](const Status& reason) { engine_->Kill(reason); };

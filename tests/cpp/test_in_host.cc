@@ -167,15 +167,6 @@ TEST(a_fast_rank_does_not_overtake_a_slow_one) {
   });
 }
 
-TEST(reads_are_used_only_if_every_rank_may_read) {
-  const Arenas arenas = ConnectedArenas(3, 4096);
-  OnEveryRank(3, [&](int rank) {
-    const auto reads = rank == 1 ? Arena::Reads::kOff : Arena::Reads::kOtherProcesses;
-    CHECK(arenas[static_cast<size_t>(rank)]->OpenPeers(reads, 0, kNeverGiveUp).ok());
-  });
-  for (auto& arena : arenas) CHECK(arena->peers() == nullptr);
-}
-
 Cpus Allowed(std::initializer_list<int> list, double quota = 0) {
   Cpus cpus;
   CPU_ZERO(&cpus.allowed);

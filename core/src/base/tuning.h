@@ -35,6 +35,16 @@ inline constexpr size_t kArenaPartNbytes = 16 << 20;
 // 8 MiB; more would keep an abort waiting for a batch.
 inline constexpr size_t kFusionNbytes = 32 << 20;
 
+// -- plans (scheduler/plan.cc) --
+
+// Fused batches of a plan: the first is small, so that communication starts early. 1 MiB and then 1, 2, 4 or
+// 8 (ADR 0019).
+inline constexpr size_t kFirstBatchNbytes = 1 << 20;
+inline constexpr size_t kBatchNbytes = 4 << 20;
+// What a rank stages for others at a time. Half of it is used by two ranks, so that it stays in a cache of
+// 32 MiB.
+inline constexpr size_t kPlanWindowNbytes = 16 << 20;
+
 // -- between hosts (collectives/cross_host.cc, collectives.cc) --
 
 // Up to here everyone gets every rank's input and adds by itself: one way through the hosts instead of two.

@@ -34,20 +34,18 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> Empty(GroupFace& face, size_t nbyte
 
 std::unique_ptr<GroupFace> Connect(Listener* listener, const std::vector<std::string>& endpoints, int rank,
                                    const nb::bytes& token, uint64_t epoch, size_t fusion_bytes,
-                                   size_t chunk_bytes, bool peer_reads, double connect_timeout_s,
-                                   double peer_timeout_s, double stall_warn_s, double stall_shutdown_s,
-                                   int ring_streams, const std::string& wire_dtype,
-                                   const std::string& timeline, bool timeline_mark_cycles) {
+                                   size_t chunk_bytes, double connect_timeout_s, double peer_timeout_s,
+                                   double stall_warn_s, double stall_shutdown_s, int ring_streams,
+                                   const std::string& wire_dtype, const std::string& timeline,
+                                   bool timeline_mark_cycles) {
   const Credentials me{rank, static_cast<int>(endpoints.size()), std::string(token.c_str(), token.size()),
                        epoch};
   std::optional<Unlocked> unlocked(std::in_place);
   bool raised = false;
   const auto ask = [&] { return raised = unlocked->HasSignalRaised(); };
-  GroupOptions options{fusion_bytes,     chunk_bytes,
-                       peer_reads,       connect_timeout_s,
-                       peer_timeout_s,   stall_warn_s,
-                       stall_shutdown_s, ring_streams,
-                       wire_dtype,       IsMainThread() ? ask : std::function<bool()>()};
+  GroupOptions options{fusion_bytes,   chunk_bytes,  connect_timeout_s,
+                       peer_timeout_s, stall_warn_s, stall_shutdown_s,
+                       ring_streams,   wire_dtype,   IsMainThread() ? ask : std::function<bool()>()};
   options.timeline = timeline;
   options.timeline_mark_cycles = timeline_mark_cycles;
   Result<std::unique_ptr<Group>> group = Group::Connect(listener, endpoints, me, options);
@@ -88,9 +86,9 @@ NB_MODULE(_native, m) {
   static PyType_Slot group_slots[] = {{Py_tp_methods, group_calls}, {0, nullptr}};
   nb::class_<GroupFace>(m, "Group", nb::type_slots(group_slots))
       .def_static("connect", &Connect, "listener"_a.none(), "endpoints"_a, "rank"_a, "token"_a, "epoch"_a,
-                  "fusion_bytes"_a, "chunk_bytes"_a, "peer_reads"_a, "connect_timeout_s"_a,
-                  "peer_timeout_s"_a, "stall_warn_s"_a, "stall_shutdown_s"_a, "ring_streams"_a,
-                  "wire_dtype"_a, "timeline"_a, "timeline_mark_cycles"_a)
+                  "fusion_bytes"_a, "chunk_bytes"_a, "connect_timeout_s"_a, "peer_timeout_s"_a,
+                  "stall_warn_s"_a, "stall_shutdown_s"_a, "ring_streams"_a, "wire_dtype"_a, "timeline"_a,
+                  "timeline_mark_cycles"_a)
       .def_prop_ro("rank", [](const GroupFace& face) { return face.group().rank(); })
       .def_prop_ro("size", [](const GroupFace& face) { return face.group().size(); })
       .def_prop_ro("local_rank", [](const GroupFace& face) { return face.group().topology().local_rank; })

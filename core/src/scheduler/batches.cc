@@ -92,11 +92,6 @@ Status Scheduler::RunPlan(const Running& running, uint32_t member) {
     meeting.links = {&plan_links_->links, [all = plan_links_](RingLinks*) { ++all->returned; }};
     meeting.wire_dtype = options_.collectives.wire_dtype;
   }
-  if (const PeerMemory* peers = arena_->peers(); peers != nullptr) {
-    meeting.read = [memory = *peers](int from, std::span<const PeerMemory::Copy> copies) {
-      return memory.Read(from, copies);
-    };
-  }
   meeting.has_cpu_for_each = arena_->has_cpu_for_each();
   meeting.stall_warn = options_.stall_warn;
   meeting.stall_shutdown = options_.stall_shutdown;

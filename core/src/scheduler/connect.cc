@@ -68,11 +68,9 @@ Status ShareControlSegments(const Topology& topology, Exchange& exchange, Arena&
   return Status::Ok();
 }
 
-// Whether the ranks of this host can read each other's memory.
-Status OpenPeers(Exchange& exchange, Arena& arena, int first_rank, bool allowed,
-                 const BootstrapOptions& options) {
-  const auto reads = allowed ? Arena::Reads::kOtherProcesses : Arena::Reads::kOff;
-  return arena.OpenPeers(reads, first_rank, [&](int local_rank) {
+// Whether the ranks of this host have a CPU each.
+Status CountCpus(Exchange& exchange, Arena& arena, int first_rank, const BootstrapOptions& options) {
+  return arena.CountCpus([&](int local_rank) {
     const int peer = first_rank + local_rank;
     exchange.Poll(Clock::now());
     HVD_RETURN_IF_ERROR(exchange.ended());
@@ -117,7 +115,7 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
   auto arena = Arena::Create(t.local_rank, t.local_size(), staging_nbytes);
   if (!arena.ok()) return arena.status();
   HVD_RETURN_IF_ERROR(ShareControlSegments(t, *exchange, *arena.value(), connecting));
-  HVD_RETURN_IF_ERROR(OpenPeers(*exchange, *arena.value(), t.leader(t.host), options.peer_reads, connecting));
+  HVD_RETURN_IF_ERROR(CountCpus(*exchange, *arena.value(), t.leader(t.host), connecting));
   const SchedulerOptions scheduling{me.rank,
                                     me.size,
                                     options.fusion_nbytes,

@@ -13,7 +13,6 @@ namespace hvd {
 struct GroupOptions {
   size_t fusion_nbytes = kFusionNbytes;
   size_t chunk_nbytes = kStagingNbytes;
-  bool peer_reads = true;  // false: tensors are staged where ranks could read each other's memory
   double connect_timeout_s = 60;
   double peer_timeout_s = 30;
   double stall_warn_s = 30;

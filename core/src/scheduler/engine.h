@@ -100,8 +100,6 @@ class Engine {
   virtual int death_fd() const = 0;
   // Whether `rank` has closed the Group.
   virtual bool HasLeft(int rank) const = 0;
-  // Whether the ranks of this host may read each other's memory.
-  virtual bool reads_peers() const = 0;
   // How many plans have given the data links of plans back, of those that have had them.
   virtual uint32_t plan_links_returned() const = 0;
   virtual const Counters& counters() const = 0;

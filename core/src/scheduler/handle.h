@@ -7,7 +7,6 @@
 
 #include "base/mutex.h"
 #include "scheduler/request.h"
-#include "transport/peer_memory.h"
 #include "transport/ring_links.h"
 
 namespace hvd {
@@ -23,8 +22,6 @@ struct Gathered {
 // of them named one.
 struct Meeting {
   std::vector<std::shared_ptr<Segment>> segments;
-  // Copies from the memory of a local rank; null if the ranks may not read each other's.
-  std::function<Status(int rank, std::span<const PeerMemory::Copy>)> read;
   // The data links of plans; null on all ranks while another plan has them on some. The last copy gives them
   // back.
   std::shared_ptr<RingLinks> links;

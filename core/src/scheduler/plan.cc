@@ -28,7 +28,7 @@ constexpr auto kGoodbyeFirst = std::chrono::milliseconds(250);
 
 std::vector<PlanWords> WordsOf(const PlanHost& host, const PlanLayout& layout) {
   std::vector<PlanWords> words;
-  for (std::byte* at : host.words) words.emplace_back(at, layout.batches.size(), layout.members.size());
+  for (std::byte* at : host.words) words.emplace_back(at, layout.batches.size(), layout.parts);
   return words;
 }
 
@@ -57,18 +57,18 @@ std::string SecondsText(Clock::duration duration) {
 
 }  // namespace
 
-size_t Plan::WordsNbytes(const PlanSpec& spec, bool staged) {
-  const PlanLayout layout(spec.members, spec.limits);
-  const size_t nbytes = PlanWords::Nbytes(layout.batches.size(), layout.members.size());
-  return nbytes + (staged ? layout.staged_nbytes : 0);
+size_t Plan::WordsNbytes(const PlanSpec& spec, int ranks_on_host) {
+  const PlanLayout layout(spec.members, spec.limits, kPlanWindowNbytes);
+  const size_t nbytes = PlanWords::Nbytes(layout.batches.size(), layout.parts);
+  return nbytes + (ranks_on_host > 1 ? layout.slots * layout.slot_nbytes : 0);
 }
 
 Plan::Plan(PlanSpec spec, PlanHost host)
     : spec_(std::move(spec)),
       host_(std::move(host)),
-      layout_(spec_.members, spec_.limits),
+      layout_(spec_.members, spec_.limits, kPlanWindowNbytes),
       words_(WordsOf(host_, layout_)),
-      data_(layout_, spec_.members, {spec_.reduce, spec_.scale}, words_, host_.rank, host_.read),
+      data_(layout_, spec_.members, {spec_.reduce, spec_.scale}, words_, host_.rank, host_.owners),
       batches_(layout_.batches.size()),
       members_(spec_.members.size()) {
   const auto shared = [&](size_t first, auto part, auto result) {
@@ -78,15 +78,11 @@ Plan::Plan(PlanSpec spec, PlanHost host)
   };
   for (size_t b = 0; b < batches_.size(); ++b) {
     BatchState& batch = batches_[b];
-    batch.members = layout_.batches[b];
     batch.fetched.resize(words_.size());
     if (!several_hosts()) continue;
-    std::vector<size_t> counts;
-    for (const uint32_t m : batch.members) counts.push_back(layout_.members[m].count);
-    batch.row = Row(batch.members, counts);
-    batch.travel.statuses =
-        shared(layout_.first_status[b], &PlanWords::statuses, &PlanWords::agreed_statuses);
-    batch.travel.bytes = BatchBytes(&data_, &batch.row, ItemSize(TypeOf(b)));
+    batch.travel.statuses = shared(layout_.batches[b].row.parts().front().status, &PlanWords::statuses,
+                                   &PlanWords::agreed_statuses);
+    batch.travel.bytes = BatchBytes(&data_, b);
   }
   votes_ = shared(0, &PlanWords::votes, &PlanWords::agreed_votes);
 }
@@ -95,21 +91,22 @@ Status Plan::Begin() {
   HVD_RETURN_IF_ERROR(broken_);
   if (is_open()) return Status(Code::kInvalid, "'" + spec_.name + "': a step was begun and not ended");
   if (Status status = host_.status(); !status.ok()) return Fail(status);
-  for (BatchState& batch : batches_) {
-    batch.waiting = static_cast<uint32_t>(batch.members.size());
-    batch.blocked = 0;
-    batch.is_declared = batch.is_resolved = batch.is_reduced = batch.is_done = false;
+  for (size_t b = 0; b < batches_.size(); ++b) {
+    BatchState& batch = batches_[b];
+    batch.waiting = static_cast<uint32_t>(layout_.batches[b].row.parts().size());
+    batch.is_complete = batch.is_declared = batch.is_resolved = batch.is_reduced = batch.is_done = false;
+    batch.lacks.clear();
     batch.fetched.assign(batch.fetched.size(), false);
     batch.fetched_count = 0;
     batch.travel.is_appended = false;
   }
-  for (MemberState& member : members_) {
-    member.is_given = false;
-    member.in = 0;
+  for (uint32_t m = 0; m < members_.size(); ++m) {
+    members_[m] = {};
+    data_.Put(m, nullptr);
   }
-  has_ended_ = is_settled_ = warned_ = false;
+  has_ended_ = is_agreed_ = is_settled_ = warned_ = false;
   trace_ = host_.trace ? host_.trace() : nullptr;
-  done_ = declared_ = appended_ = 0;
+  done_ = complete_ = appended_ = first_ = 0;
   vote_.reset();
   left_at_.reset();
   needs_.clear();
@@ -120,68 +117,70 @@ Status Plan::Begin() {
   return Status::Ok();
 }
 
-Status Plan::Ready(uint32_t member, void* at) {
-  // A tensor without elements may have no address.
-  const uint64_t in = at == nullptr ? PlanWords::kEmpty : reinterpret_cast<uintptr_t>(at);
-  return Give(member, in, at);
-}
+Status Plan::Ready(uint32_t member, void* at) { return Give(member, PlanWords::kTensor, at); }
 
-Status Plan::Decline(uint32_t member) { return Give(member, PlanWords::kElsewhere, nullptr); }
+Status Plan::Decline(uint32_t member) { return Give(member, PlanWords::kDeclined, nullptr); }
 
-Status Plan::Give(uint32_t member, uint64_t in, void* at) {
+Status Plan::Give(uint32_t member, PlanWords::Status status, void* at) {
   HVD_RETURN_IF_ERROR(broken_);
   if (!is_open() || has_ended_ || member >= members_.size())
     return Status(Code::kInvalid,
                   "'" + spec_.name + "': no step is open for member " + std::to_string(member));
-  MemberState& state = members_[member];
-  const uint32_t b = layout_.members[member].batch;
-  BatchState& batch = batches_[b];
-  if (batch.is_declared) {
+  const auto& batches = layout_.batches_of[member];
+  for (const uint32_t b : batches) {
+    if (!batches_[b].is_declared) continue;
     return Status(Code::kInvalid,
                   spec_.members[member].name + " was handed over twice, and is being reduced already");
   }
   const auto begin = Clock::now();
-  if (in != PlanWords::kElsewhere) data_.Put(member, static_cast<std::byte*>(at));
-  state.in = in;
-  if (!state.is_given) --batch.waiting;
+  MemberState& state = members_[member];
+  PutMember(member, status, static_cast<std::byte*>(at));
+  for (const uint32_t b : batches) {
+    if (!state.is_given && --batches_[b].waiting == 0) Complete(b);
+  }
   state.is_given = true;
   if (trace_ != nullptr) state.given_ns = NowNs();
-  if (batch.waiting == 0) {
-    Declare(b);
-    Ring();
-  }
-  bool progressed = data_.is_staged();
-  Status status = declared_ == done_ ? Status::Ok() : Advance(&progressed);
+  if (complete_ == done_) return Status::Ok();
+  bool progressed = false;
+  Status advanced = Advance(&progressed);
   if (progressed) times_.ready_ns += Nanoseconds(Clock::now() - begin);
-  return status.ok() ? status : Fail(status);
+  return advanced.ok() ? advanced : Fail(advanced);
+}
+
+// Between hosts what this rank has not counts as zeros, and the result goes where nobody looks.
+void Plan::PutMember(uint32_t m, PlanWords::Status status, std::byte* at) {
+  members_[m].status = status;
+  data_.Put(m, status == PlanWords::kTensor ? at : several_hosts() ? data_.Spare(m) : nullptr);
+}
+
+void Plan::Complete(size_t b) {
+  batches_[b].is_complete = true;
+  ++complete_;
+}
+
+bool Plan::MayStage(size_t b) const {
+  return size() == 1 || b < layout_.slots || batches_[b - layout_.slots].is_done;
 }
 
 void Plan::Declare(size_t b) {
   BatchState& batch = batches_[b];
-  for (const uint32_t m : batch.members) {
-    const uint64_t in = members_[m].in;
-    const bool has = in != 0 && in != PlanWords::kElsewhere;
-    if (!has) data_.PutNothing(m, several_hosts());
-    if (several_hosts()) {
-      mine().statuses()[layout_.members[m].status] = has       ? PlanWords::kTensor
-                                                     : in == 0 ? PlanWords::kNothing
-                                                               : PlanWords::kDeclined;
-    }
-    PlanWords::Place& place = mine().place(m);
-    place.in.store(in, std::memory_order_relaxed);
-    place.out.store(reinterpret_cast<uintptr_t>(data_.out(m)), std::memory_order_relaxed);
-  }
+  InPhase(trace_ == nullptr ? nullptr : &batch.phases, Phase::kCopyIn, [&] { data_.CopyIn(b); });
+  for (const MemberPart& part : layout_.batches[b].row.parts())
+    mine().statuses()[part.status] = members_[part.member].status;
   batch.is_declared = true;
   if (trace_ != nullptr) batch.declared_ns = NowNs();
-  ++declared_;
   mine().batch(b).declared.store(step_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
+  Ring();
 }
 
-void Plan::DeclareRest(uint32_t flags) {
+void Plan::CompleteRest(uint32_t flags) {
   has_ended_ = true;
   ended_at_ = Clock::now();
+  for (uint32_t m = 0; m < members_.size(); ++m) {
+    if (!members_[m].is_given) PutMember(m, PlanWords::kNothing, nullptr);
+  }
   for (size_t b = 0; b < batches_.size(); ++b) {
-    if (!batches_[b].is_declared) Declare(b);
+    if (!batches_[b].is_complete) Complete(b);
   }
   for (size_t bit = 0; several_hosts() && bit < PlanWords::kVotes / 2; ++bit) {
     mine().votes()[bit] = flags >> bit & 1;
@@ -214,8 +213,9 @@ Status Plan::Advance(bool* progressed) {
       moved = advanced.value();
       if (moved) left_at_.reset();
     }
-    for (size_t b = 0; b < batches_.size(); ++b) {
-      if (batches_[b].is_declared && !batches_[b].is_done) HVD_RETURN_IF_ERROR(AdvanceBatch(b, progressed));
+    while (first_ < batches_.size() && batches_[first_].is_done) ++first_;
+    for (size_t b = first_; b < batches_.size(); ++b) {
+      if (batches_[b].is_complete && !batches_[b].is_done) HVD_RETURN_IF_ERROR(AdvanceBatch(b, progressed));
     }
     moved |= appended_ != before;
     *progressed |= moved;
@@ -226,20 +226,25 @@ Status Plan::Advance(bool* progressed) {
 Status Plan::AdvanceBatch(size_t b, bool* progressed) {
   BatchState& batch = batches_[b];
   const uint32_t step = step_.load(std::memory_order_relaxed);
+  Phases* const phases = trace_ == nullptr ? nullptr : &batch.phases;
+  if (!batch.is_declared) {
+    if (!MayStage(b)) return Status::Ok();
+    Declare(b);
+    *progressed = true;
+  }
   if (!batch.is_resolved) {
     if (!IsDeclaredByAll(b)) return Status::Ok();
     batch.is_resolved = true;
     if (!several_hosts()) Resolve(b);
     if (trace_ != nullptr) batch.resolved_ns = NowNs();
   }
-  Phases* const phases = trace_ == nullptr ? nullptr : &batch.phases;
-  if (batch.blocked > 0) return Status::Ok();
+  if (LacksMemory(&batch)) return Status::Ok();
   if (!batch.is_reduced && owns_slice()) {
     if (several_hosts()) {
       Travel(b);
     } else {
       if (trace_ != nullptr) batch.begun_ns = NowNs();
-      HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kReduce, [&] { return ReduceSlice(b); }));
+      InPhase(phases, Phase::kReduce, [&] { data_.Reduce(b); });
       batch.is_reduced = true;
     }
     if (batch.is_reduced) {
@@ -252,9 +257,7 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
     if (owner == host_.rank || batch.fetched[static_cast<size_t>(owner)]) continue;
     const PlanWords& theirs = words_[static_cast<size_t>(owner)];
     if (theirs.batch(b).reduced.load(std::memory_order_acquire) != step) continue;
-    HVD_RETURN_IF_ERROR(InPhase(phases, Phase::kCopyOut, [&] {
-      return data_.Fetch(batch.row, TypeOf(b), owner, Slice(b, owner), several_hosts());
-    }));
+    InPhase(phases, Phase::kCopyOut, [&] { data_.CopyOut(b, owner, several_hosts() ? owner : host_.rank); });
     batch.fetched[static_cast<size_t>(owner)] = true;
     ++batch.fetched_count;
     *progressed = true;
@@ -262,7 +265,6 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
   const size_t others = static_cast<size_t>(host_.owners) - (owns_slice() ? 1 : 0);
   if (batch.fetched_count == others && batch.is_reduced == owns_slice()) {
     batch.is_done = true;
-    if (several_hosts()) ResolveAgreed(b);
     if (trace_ != nullptr) NoteDone(b);
     batch.phases.Clear();
     ++done_;
@@ -271,12 +273,6 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
   return Status::Ok();
 }
 
-Range Plan::Slice(size_t b, int owner) const {
-  return SliceOf({0, batches_[b].row.count()}, ItemSize(TypeOf(b)), owner, host_.owners);
-}
-
-Status Plan::ReduceSlice(size_t b) { return data_.Reduce(batches_[b].row, TypeOf(b), Slice(b, host_.rank)); }
-
 // Every host appends in the order of batches.
 void Plan::Travel(size_t b) {
   BatchState& batch = batches_[b];
@@ -284,10 +280,10 @@ void Plan::Travel(size_t b) {
   if (!travel.is_appended && appended_ == b) {
     if (trace_ != nullptr) batch.begun_ns = NowNs();
     ++appended_;
-    const uint64_t agreed =
-        host_.chain->Append({DType::kUInt8, ReduceOp::kMax, {}, {0, batch.members.size()}, &travel.statuses});
-    travel.job = host_.chain->Append(
-        {TypeOf(b), spec_.reduce, spec_.scale, Slice(b, host_.rank), &travel.bytes, agreed});
+    const uint64_t agreed = host_.chain->Append(
+        {DType::kUInt8, ReduceOp::kMax, {}, {0, layout_.batches[b].row.parts().size()}, &travel.statuses});
+    travel.job = host_.chain->Append({layout_.batches[b].dtype, spec_.reduce, spec_.scale,
+                                      data_.Slice(b, host_.rank), &travel.bytes, agreed});
     travel.is_appended = true;
   }
   batch.is_reduced = travel.is_appended && host_.chain->Done(travel.job);
@@ -317,49 +313,42 @@ bool Plan::IsDeclaredByAll(size_t b) const {
 // All ranks have said what they have of the batch, so all come to the same conclusion.
 void Plan::Resolve(size_t b) {
   BatchState& batch = batches_[b];
-  std::vector<uint32_t> reduced;
-  std::vector<size_t> counts;
-  for (const uint32_t m : batch.members) {
-    bool is_somewhere = false, is_declined = false;
-    for (const PlanWords& words : words_) {
-      const uint64_t in = words.place(m).in.load(std::memory_order_relaxed);
-      is_somewhere |= in != 0;
-      is_declined |= in == PlanWords::kElsewhere;
-    }
-    if (is_declined) outcome_.declined.push_back(m);
-    if (!is_somewhere || is_declined) continue;
-    reduced.push_back(m);
-    counts.push_back(layout_.members[m].count);
-    if (members_[m].in != 0) continue;
-    needs_.push_back(m);
-    ++batch.blocked;
+  for (const MemberPart& part : layout_.batches[b].row.parts()) {
+    uint8_t agreed = PlanWords::kNothing;
+    for (const PlanWords& words : words_) agreed = std::max(agreed, words.statuses()[part.status]);
+    mine().agreed_statuses()[part.status] = agreed;
+    if (agreed == PlanWords::kDeclined) outcome_.declined.push_back(part.member);
+    if (agreed != PlanWords::kTensor || members_[part.member].status == PlanWords::kTensor) continue;
+    batch.lacks.push_back(part.member);
+    if (std::find(needs_.begin(), needs_.end(), part.member) == needs_.end()) needs_.push_back(part.member);
   }
-  batch.row = Row(std::move(reduced), counts);
 }
 
-// Its slices have come, and before them what all hosts have.
-void Plan::ResolveAgreed(size_t b) {
+// All have come, and with them what all hosts have.
+void Plan::ResolveAgreed() {
+  is_agreed_ = true;
   const uint8_t* const agreed = words_.front().agreed_statuses();
-  for (const uint32_t m : batches_[b].members) {
-    const uint8_t status = agreed[layout_.members[m].status];
+  for (uint32_t m = 0; m < members_.size(); ++m) {
+    const auto& parts = layout_.batches[layout_.batches_of[m].front()].row.parts();
+    const auto part = std::find_if(parts.begin(), parts.end(), [&](const auto& p) { return p.member == m; });
+    const uint8_t status = agreed[part->status];
     if (status == PlanWords::kDeclined) outcome_.declined.push_back(m);
-    if (status == PlanWords::kTensor && members_[m].in == 0) needs_.push_back(m);
+    if (status == PlanWords::kTensor && members_[m].status == PlanWords::kNothing) needs_.push_back(m);
   }
+}
+
+bool Plan::LacksMemory(BatchState* batch) const {
+  std::erase_if(batch->lacks, [&](uint32_t m) { return members_[m].status == PlanWords::kTensor; });
+  return !batch->lacks.empty();
 }
 
 void Plan::Supply(uint32_t member, void* at) {
-  const auto found = std::find(needs_.begin(), needs_.end(), member);
-  if (found == needs_.end()) return;
-  needs_.erase(found);
-  if (several_hosts()) {  // the result is there already
-    const size_t nbytes = spec_.members[member].nbytes();
-    if (nbytes > 0) std::memcpy(at, data_.out(member), nbytes);
-    return;
-  }
-  data_.SetOut(member, static_cast<std::byte*>(at));
-  // Read by others after `reduced`.
-  mine().place(member).out.store(reinterpret_cast<uintptr_t>(at), std::memory_order_relaxed);
-  --batches_[layout_.members[member].batch].blocked;
+  if (std::erase(needs_, member) == 0) return;
+  const size_t nbytes = spec_.members[member].nbytes();
+  // Between hosts the result is there already.
+  if (several_hosts() && nbytes > 0) std::memcpy(at, data_.at(member), nbytes);
+  members_[member].status = PlanWords::kTensor;
+  data_.Put(member, static_cast<std::byte*>(at));
 }
 
 bool Plan::AllEnded() const {
@@ -394,7 +383,9 @@ void Plan::Settle() {
     outcome_.flags_of_any |= flags;
     outcome_.flags_of_all &= flags;
   }
-  std::sort(outcome_.declined.begin(), outcome_.declined.end());
+  auto& declined = outcome_.declined;
+  std::sort(declined.begin(), declined.end());
+  declined.erase(std::unique(declined.begin(), declined.end()), declined.end());  // of several batches
   is_settled_ = true;
   mine().head().finished.store(step_.load(std::memory_order_relaxed), std::memory_order_seq_cst);
   Ring();
@@ -404,6 +395,7 @@ Result<bool> Plan::Turn(bool* progressed) {
   if (!is_settled_) {
     HVD_RETURN_IF_ERROR(Advance(progressed));
     if (several_hosts()) AgreeOnVotes(progressed);
+    if (several_hosts() && done_ == batches_.size() && !is_agreed_) ResolveAgreed();
     if (done_ < batches_.size() || !needs_.empty() || !AllEnded()) return false;
     const uint32_t agreed = words_.front().head().agreed.load(std::memory_order_acquire);
     if (several_hosts() && agreed != step_.load(std::memory_order_relaxed)) return false;
@@ -419,7 +411,7 @@ Result<Plan::Progress> Plan::End(uint32_t flags, Clock::time_point deadline) {
   HVD_RETURN_IF_ERROR(broken_);
   if (!is_open()) return Status(Code::kInvalid, "'" + spec_.name + "': no step is open");
   const auto begin = Clock::now();
-  if (!has_ended_) DeclareRest(flags);
+  if (!has_ended_) CompleteRest(flags);
   int idle = 0;
   for (;;) {
     bool progressed = false;
@@ -516,35 +508,65 @@ void Plan::Leave() {
     host_.kill(Status(Code::kShutdown, "rank " + NameOf(host_.rank) + " has left '" + spec_.name + "'"));
 }
 
-// What this rank waits for: a fused batch by its first tensor, and who has not handed it over.
+template <class IsLate>
+std::string Plan::Late(const char* what, IsLate is_late) const {
+  std::string ranks;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (is_late(rank)) ranks += (ranks.empty() ? "" : ", ") + NameOf(rank);
+  }
+  return ranks.empty() ? "" : ", " + std::string(what) + " by rank " + ranks;
+}
+
+bool Plan::HasEnded(int rank) const {
+  return words_[static_cast<size_t>(rank)].head().ended.load() == step_.load(std::memory_order_relaxed);
+}
+
+// What this rank waits for: a fused batch by its first tensor, and who has not handed it over. Who is in End
+// itself waits for others.
 std::string Plan::Waits() const {
   const uint32_t step = step_.load(std::memory_order_relaxed);
+  const auto words = [&](int rank, size_t b) -> const auto& {
+    return words_[static_cast<size_t>(rank)].batch(b);
+  };
+  std::string late, text = "'" + spec_.name + "'";
   for (size_t b = 0; b < batches_.size(); ++b) {
     if (batches_[b].is_done) continue;
-    std::string missing;
-    for (int rank = 0; rank < size(); ++rank) {
-      if (words_[static_cast<size_t>(rank)].batch(b).declared.load() == step) continue;
-      missing += (missing.empty() ? "" : ", ") + NameOf(rank);
+    const uint32_t first = layout_.batches[b].row.parts().front().member;
+    text += ", fused batch of '" + spec_.members[first].name + "'";
+    late = Late("not handed over",
+                [&](int rank) { return words(rank, b).declared.load() != step && !HasEnded(rank); });
+    if (late.empty())
+      late = Late("not handed over", [&](int rank) { return words(rank, b).declared.load() != step; });
+    if (late.empty() && several_hosts()) {
+      const int beyond = AwaitsLinks() ? host_.chain->awaited_rank() : -1;
+      return text + ", not back from " +
+             (beyond < 0 ? "other hosts" : "the host of rank " + std::to_string(beyond));
     }
-    std::string text =
-        "'" + spec_.name + "', fused batch of '" + spec_.members[batches_[b].members.front()].name + "'";
-    if (!missing.empty()) return text + ", not handed over by rank " + missing;
-    const int beyond = AwaitsLinks() ? host_.chain->awaited_rank() : -1;
-    return beyond < 0 ? text : text + ", not back from the host of rank " + std::to_string(beyond);
+    if (late.empty())
+      late = Late("not reduced", [&](int rank) { return words(rank, b).reduced.load() != step; });
+    return text + late;
   }
-  std::string missing;
-  for (int rank = 0; rank < size(); ++rank) {
-    const PlanWords::Head& head = words_[static_cast<size_t>(rank)].head();
-    if (static_cast<int32_t>(head.finished.load() - step) >= 0) continue;
-    missing += (missing.empty() ? "" : ", ") + NameOf(rank);
-  }
-  return "'" + spec_.name + "'" + (missing.empty() ? "" : ", not ended by rank " + missing);
+  late = Late("not ended", [&](int rank) { return !HasEnded(rank); });
+  if (!late.empty()) return text + late;
+  if (several_hosts() && !is_settled_) return text + ", not ended on other hosts";
+  return text + Late("not ended", [&](int rank) {
+           return static_cast<int32_t>(words_[static_cast<size_t>(rank)].head().finished.load() - step) < 0;
+         });
+}
+
+bool Plan::IsLateElsewhere() const {
+  if (!several_hosts()) return false;
+  const uint32_t step = step_.load(std::memory_order_relaxed);
+  return std::all_of(words_.begin(), words_.end(), [&](const PlanWords& words) {
+    const bool waits = words.head().ended.load() == step;
+    return waits || (first_ < batches_.size() && words.batch(first_).declared.load() == step);
+  });
 }
 
 Status Plan::CheckStall() {
   const auto age = Clock::now() - ended_at_;
   // Who waits for another host leaves it to a rank there to say who is missing.
-  const auto limit = AwaitsLinks() ? host_.stall_shutdown * 3 / 2 : host_.stall_shutdown;
+  const auto limit = IsLateElsewhere() ? host_.stall_shutdown * 3 / 2 : host_.stall_shutdown;
   if (host_.stall_shutdown > Clock::duration::zero() && age > limit) {
     const Status status(Code::kTimeout, Waits() + " for " + SecondsText(age) + " (stall_shutdown_s)");
     host_.kill(status);
@@ -554,8 +576,7 @@ Status Plan::CheckStall() {
   warned_ = true;
   // One rank speaks for all that wait.
   for (int rank = 0; rank < host_.rank; ++rank) {
-    const uint32_t ended = words_[static_cast<size_t>(rank)].head().ended.load();
-    if (ended == step_.load(std::memory_order_relaxed)) return Status::Ok();
+    if (HasEnded(rank)) return Status::Ok();
   }
   Log(Level::kWarning, Waits() + " for " + SecondsText(age) + " (stall_warn_s)");
   return Status::Ok();

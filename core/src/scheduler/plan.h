@@ -33,10 +33,8 @@ struct PlanHost {
   int rank = 0;        // local, as everywhere in a plan
   int first_rank = 0;  // what local rank 0 is called
   int hosts = 1;
-  int owners = 1;                 // so many ranks of each host reduce a slice
-  std::vector<std::byte*> words;  // by rank: Plan::WordsNbytes each
-  // Copies from the memory of a rank; null if that is not permitted: then words have staging areas.
-  PlanData::Read read;
+  int owners = 1;                                   // so many ranks of each host reduce a slice
+  std::vector<std::byte*> words;                    // by rank: Plan::WordsNbytes each
   std::unique_ptr<Chain> chain;                     // to the neighbour hosts, for an owner
   std::function<Status()> status;                   // why the Group is dead; ok while it lives
   std::function<bool(int rank_of_group)> has_left;  // has closed the Group
@@ -50,15 +48,14 @@ struct PlanHost {
 };
 
 // An allreduce, in place, of tensors that come back every step, without a control message: the ranks of a
-// host meet in words of shared memory, and read each other's tensors where these are
-// (transport/peer_memory.h) or in staging areas; between hosts a chain carries slices of fused batches as
-// soon as all ranks of the host have handed them over. All progress is made by the calling threads.
+// host meet in words of shared memory and stage for each other what the others reduce (PlanData); between
+// hosts a chain carries slices of fused batches as soon as all ranks of the host have handed them over. All
+// progress is made by the calling threads.
 //
 // A step is Begin, Ready or Decline for any members in any order, End. All ranks make the same steps. A
 // member that was not handed over when End is called counts as zero if another rank has it, and is left alone
 // if nobody has. Ready never waits: it advances the fused batches that all ranks have handed over, while the
-// program computes on. Rank r reduces slice r of a batch in rank order, or sends it along the hosts, and the
-// others read it from there.
+// program computes on. Rank r reduces slice r of a batch in rank order, or sends it along the hosts.
 //
 // Memory handed over must stay as it is from Ready until End is done, also after a failed step, until Leave.
 // Not thread-safe, except Leave. After a failure every call returns it.
@@ -69,8 +66,8 @@ class Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // Shared memory of each rank. staged: its peers cannot read its tensors.
-  static size_t WordsNbytes(const PlanSpec& spec, bool staged);
+  // Shared memory of each rank.
+  static size_t WordsNbytes(const PlanSpec& spec, int ranks_on_host);
 
   Status Begin();
   // Contiguous elements of the agreed dtype and number, in this process. Again for the same member: replaces,
@@ -112,20 +109,20 @@ class Plan {
 
  private:
   struct BatchState {
-    std::vector<uint32_t> members;
-    uint32_t waiting = 0;  // members that are not handed over
-    uint32_t blocked = 0;  // members that need memory
-    bool is_declared = false, is_resolved = false, is_reduced = false, is_done = false;
-    PlanTravel travel;          // between hosts
-    std::vector<bool> fetched;  // by rank
+    uint32_t waiting = 0;  // parts that are not handed over
+    // One after another: nobody hands more over; all that others need is staged; all ranks have done so; this
+    // rank's slice is reduced; all slices are here.
+    bool is_complete = false, is_declared = false, is_resolved = false, is_reduced = false, is_done = false;
+    std::vector<uint32_t> lacks;  // members without memory for the result
+    PlanTravel travel;            // between hosts
+    std::vector<bool> fetched;    // by rank
     size_t fetched_count = 0;
-    Row row;                                                 // of what is reduced in this step
     int64_t declared_ns = 0, resolved_ns = 0, begun_ns = 0;  // while a timeline is written
     Phases phases;
   };
   struct MemberState {
     bool is_given = false;
-    uint64_t in = 0;
+    PlanWords::Status status = PlanWords::kNothing;
     int64_t given_ns = 0;  // while a timeline is written
   };
 
@@ -133,19 +130,20 @@ class Plan {
   bool several_hosts() const { return host_.hosts > 1; }
   bool owns_slice() const { return host_.rank < host_.owners; }
   const PlanWords& mine() const { return words_[static_cast<size_t>(host_.rank)]; }
-  Status Give(uint32_t member, uint64_t in, void* at);
+  Status Give(uint32_t member, PlanWords::Status status, void* at);
+  void PutMember(uint32_t member, PlanWords::Status status, std::byte* at);
+  void Complete(size_t batch);
+  void CompleteRest(uint32_t flags);
+  bool MayStage(size_t batch) const;
   void Declare(size_t batch);
-  void DeclareRest(uint32_t flags);
   // Does what can be done without waiting.
   Status Advance(bool* progressed);
   Status AdvanceBatch(size_t batch, bool* progressed);
   bool IsDeclaredByAll(size_t batch) const;
   // Which members are reduced: at once on one host, after all hosts have agreed on several.
   void Resolve(size_t batch);
-  void ResolveAgreed(size_t batch);
-  Range Slice(size_t batch, int owner) const;
-  DType TypeOf(size_t batch) const { return spec_.members[batches_[batch].members.front()].dtype; }
-  Status ReduceSlice(size_t batch);
+  void ResolveAgreed();
+  bool LacksMemory(BatchState* batch) const;
   // Hands the batch to the chain, in its turn, and sees whether it is back.
   void Travel(size_t batch);
   void AgreeOnVotes(bool* progressed);
@@ -162,6 +160,12 @@ class Plan {
   void Ring();
   void SleepUnlessNews(bool* progressed, Result<bool>* turn);
   std::string NameOf(int rank) const { return std::to_string(host_.first_rank + rank); }
+  // The ranks of this host, called as in the Group, for which is_late(rank) holds; ", <what> by rank 1, 3".
+  template <class IsLate>
+  std::string Late(const char* what, IsLate is_late) const;
+  bool HasEnded(int rank) const;
+  // Whether it is ranks of other hosts that this one waits for, as far as it can see.
+  bool IsLateElsewhere() const;
   std::string Waits() const;
 
   const PlanSpec spec_;
@@ -175,9 +179,10 @@ class Plan {
 
   std::atomic<uint32_t> step_{0};
   std::atomic<bool> open_{false};
-  bool has_ended_ = false, is_settled_ = false;
+  bool has_ended_ = false, is_agreed_ = false, is_settled_ = false;
   size_t done_ = 0;                           // batches
-  size_t declared_ = 0;                       // batches
+  size_t complete_ = 0;                       // batches
+  size_t first_ = 0;                          // batch that is not done
   size_t appended_ = 0;                       // batches
   std::optional<uint64_t> vote_;              // the job in the chain
   std::optional<Clock::time_point> left_at_;  // a neighbour is known to have left since, and nothing came

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -9,7 +8,6 @@
 #include "collectives/reduce.h"
 #include "scheduler/plan_layout.h"
 #include "scheduler/plan_words.h"
-#include "transport/peer_memory.h"
 
 namespace hvd {
 
@@ -19,45 +17,43 @@ struct PlanArithmetic {
   Scale scale;
 };
 
-// The bytes of a plan: where the ranks of this host have its members, and what is read and written where.
+// The bytes of a plan: where this rank has its members, and what the ranks of the host stage for each other.
 //
-// With `read`, tensors are read where they are. Without, every rank has a staging area behind its words, in
-// which its tensors and its slices of results appear; their owner copies. A rank writes to nobody else's
-// memory. Owned by one thread at a time.
+// A rank copies the slices of a fused batch that others own into its window. The owner of a slice reduces it
+// from its own tensors and the windows of the others, and writes the result to its own tensors and into those
+// windows, from where the others copy it out. So nobody touches private memory of another, and a line is
+// written by who has read it last (AllreduceStaged says why). Owned by one thread at a time.
 class PlanData {
  public:
-  using Read = std::function<Status(int rank, std::span<const PeerMemory::Copy>)>;
-  // The ranks are numbered as words are; `rank` is this one. The layout outlives this.
+  // The ranks are numbered as words are; `rank` is this one, and the first `owners` own slices. The layout
+  // outlives this.
   PlanData(const PlanLayout& layout, std::span<const Member> members, const PlanArithmetic& how,
-           std::vector<PlanWords> words, int rank, Read read);
+           std::vector<PlanWords> words, int rank, int owners);
 
-  bool is_staged() const { return read_ == nullptr && words_.size() > 1; }
-  // This rank's member is at `at` from now on, and its result goes there. Not yet seen by others.
-  void Put(uint32_t member, std::byte* at);
-  // This rank has no such member: it counts as zeros. with_spare: its result goes to spare memory.
-  void PutNothing(uint32_t member, bool with_spare);
-  std::byte* out(uint32_t member) const { return out_[member]; }
-  // Only where results go.
-  void SetOut(uint32_t member, std::byte* at) { out_[member] = at; }
+  // This rank's member is at `at` until it is put elsewhere, and its result goes there; null: it has none.
+  void Put(uint32_t member, std::byte* at) { at_[member] = at; }
+  // Zeros that are not the program's, to Put.
+  std::byte* Spare(uint32_t member);
+  std::byte* at(uint32_t member) const { return at_[member]; }
 
-  // The elements of `slice`, of all ranks of this host, to this rank's result.
-  Status Reduce(const Row& row, DType dtype, Range slice);
-  // What rank `from` has reduced, to this rank's result. Between hosts: members that are not to be reduced
-  // after all stay as they are.
-  Status Fetch(const Row& row, DType dtype, int from, Range slice, bool several_hosts);
+  Range Slice(size_t batch, int owner) const;
+  // This rank's members of the batch, as far as others own it, into its window; zeros for what it has not.
+  void CopyIn(size_t batch);
+  // Results of a slice from there to this rank's members. agreed_by: which are reduced stands in this rank's
+  // words.
+  void CopyOut(size_t batch, int owner, int agreed_by);
+  // This rank's slice, for all ranks of this host.
+  void Reduce(size_t batch);
 
-  // As ChainMemory, between hosts. agreed: members that have no result are not written.
-  Status Sources(const Row& row, size_t item, const Chunk& chunk, Runs<const void*>* runs);
-  void Targets(const Row& row, size_t item, const Chunk& chunk, bool several_hosts, Runs<void*>* runs);
+  // As ChainMemory, between hosts; members without a result are not written.
+  void Sources(size_t batch, const Chunk& chunk, Runs<const void*>* runs);
+  void Targets(size_t batch, const Chunk& chunk, Runs<void*>* runs);
 
  private:
   int size() const { return static_cast<int>(words_.size()); }
-  std::byte* staged(int rank, uint32_t member) const {
-    return words_[static_cast<size_t>(rank)].staging() + layout_.members[member].staged_at;
-  }
-  bool HasResult(int owner, uint32_t member) const {
-    return words_[static_cast<size_t>(owner)].agreed_statuses()[layout_.members[member].status] ==
-           PlanWords::kTensor;
+  const PlanWords& words(int rank) const { return words_[static_cast<size_t>(rank)]; }
+  bool HasResult(const MemberPart& part, int agreed_by) const {
+    return words(agreed_by).agreed_statuses()[part.status] == PlanWords::kTensor;
   }
 
   const PlanLayout& layout_;
@@ -65,16 +61,11 @@ class PlanData {
   const PlanArithmetic how_;
   const std::vector<PlanWords> words_;
   const int rank_;
-  const Read read_;
-  const size_t chunk_nbytes_;
-  std::vector<std::byte*> out_;                       // by member, of this rank; sources as well
+  const int owners_;
+  std::vector<std::byte*> at_;                        // by member, of this rank
   std::vector<std::unique_ptr<std::byte[]>> spares_;  // by member
-  std::vector<std::byte> scratch_;                    // a chunk of every other rank, meant to stay in L2
   std::unique_ptr<std::byte[]> sink_;                 // for results that nobody wants
-  std::vector<PeerMemory::Copy> copies_;
-  std::vector<MemberPart> parts_;
-  Runs<const void*> sources_;
-  Runs<void*> targets_;
+  std::vector<void*> places_;                         // scratch, by rank
 };
 
 }  // namespace hvd

@@ -36,20 +36,20 @@ class SharedBytes final : public ChainMemory {
 class BatchBytes final : public ChainMemory {
  public:
   BatchBytes() = default;
-  BatchBytes(PlanData* data, const Row* row, size_t item) : data_(data), row_(row), item_(item) {}
+  BatchBytes(PlanData* data, size_t batch) : data_(data), batch_(batch) {}
 
   Status Sources(const Chunk& chunk, Runs<const void*>* runs) override {
-    return data_->Sources(*row_, item_, chunk, runs);
+    data_->Sources(batch_, chunk, runs);
+    return Status::Ok();
   }
   Status Targets(const Chunk& chunk, Runs<void*>* runs) override {
-    data_->Targets(*row_, item_, chunk, true, runs);
+    data_->Targets(batch_, chunk, runs);
     return Status::Ok();
   }
 
  private:
   PlanData* data_ = nullptr;
-  const Row* row_ = nullptr;
-  size_t item_ = 1;
+  size_t batch_ = 0;
 };
 
 // A fused batch on its way through the hosts. What each rank has of its members goes ahead of them, along the

@@ -7,8 +7,8 @@
 namespace hvd {
 
 // What the ranks of a host tell each other about a plan: shared memory of one rank, zero at first, written by
-// its owner and read by the others (the bell is rung by the others). A word that equals the number of the
-// step under way says that something has happened in it.
+// its owner and read by the others (who ring the bell, and write results into the window). A word that equals
+// the number of the step under way says that something has happened in it.
 class PlanWords {
  public:
   struct alignas(64) Head {
@@ -24,58 +24,42 @@ class PlanWords {
   };
   // One line for each fused batch, so that who waits for one does not slow who works on another.
   struct alignas(64) Batch {
-    std::atomic<uint32_t> declared;  // the places of its members are valid
-    std::atomic<uint32_t> reduced;   // its slice of the result is in its own memory
+    std::atomic<uint32_t> declared;  // the statuses of its members are valid, and they are staged
+    std::atomic<uint32_t> reduced;   // its slice of the result is in the windows of the others
   };
-  // Where the owner has a member, in its own memory. For `in`: 0 if it has none, kElsewhere if the plan
-  // cannot carry it in this step. `out` is where the result goes.
-  struct Place {
-    std::atomic<uint64_t> in;
-    std::atomic<uint64_t> out;
-  };
-  static constexpr uint64_t kElsewhere = 1;
-  static constexpr uint64_t kEmpty = 2;  // no elements
-  static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+  static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
-  // What a rank has of a member, as it travels between hosts; the largest one counts.
+  // What a rank has of a member; the largest one counts.
   enum Status : uint8_t { kNothing, kTensor, kDeclined };
   // For each bit of the flags one vote that it is set, and one that it is not.
   static constexpr size_t kVotes = 64;
 
-  PlanWords(std::byte* at, size_t batches, size_t members) : at_(at), batches_(batches), members_(members) {}
+  PlanWords(std::byte* at, size_t batches, size_t parts) : at_(at), batches_(batches), parts_(parts) {}
 
-  // Staging areas may follow.
-  static size_t Nbytes(size_t batches, size_t members) {
-    const size_t nbytes = StatusAt(batches, members) + 2 * members + 2 * kVotes;
+  // A window may follow.
+  static size_t Nbytes(size_t batches, size_t parts) {
+    const size_t nbytes = StatusAt(batches) + 2 * parts + 2 * kVotes;
     return (nbytes + 63) / 64 * 64;
   }
 
   Head& head() const { return *reinterpret_cast<Head*>(at_); }
   Bell& bell() const { return *reinterpret_cast<Bell*>(at_ + sizeof(Head)); }
-  Batch& batch(size_t b) const {
-    return *reinterpret_cast<Batch*>(at_ + sizeof(Head) + sizeof(Bell) + b * sizeof(Batch));
-  }
-  Place& place(size_t member) const {
-    return *reinterpret_cast<Place*>(at_ + PlacesAt(batches_) + member * sizeof(Place));
-  }
-  // Several hosts only, for members in the order of batches: what this rank has, before `declared`, and what
-  // all have, before `reduced`.
-  uint8_t* statuses() const { return reinterpret_cast<uint8_t*>(at_ + StatusAt(batches_, members_)); }
-  uint8_t* agreed_statuses() const { return statuses() + members_; }
+  Batch& batch(size_t b) const { return *reinterpret_cast<Batch*>(at_ + StatusAt(b)); }
+  // For the parts of members in the order of batches: what this rank has, before `declared`, and what all
+  // have, where this rank has found it out, between hosts before `reduced`.
+  uint8_t* statuses() const { return reinterpret_cast<uint8_t*>(at_ + StatusAt(batches_)); }
+  uint8_t* agreed_statuses() const { return statuses() + parts_; }
   // kVotes each, before `ended` and `agreed`.
-  uint8_t* votes() const { return statuses() + 2 * members_; }
+  uint8_t* votes() const { return statuses() + 2 * parts_; }
   uint8_t* agreed_votes() const { return votes() + kVotes; }
-  std::byte* staging() const { return at_ + Nbytes(batches_, members_); }
+  std::byte* window() const { return at_ + Nbytes(batches_, parts_); }
 
  private:
-  static size_t PlacesAt(size_t batches) { return sizeof(Head) + sizeof(Bell) + batches * sizeof(Batch); }
-  static size_t StatusAt(size_t batches, size_t members) {
-    return PlacesAt(batches) + members * sizeof(Place);
-  }
+  static size_t StatusAt(size_t batches) { return sizeof(Head) + sizeof(Bell) + batches * sizeof(Batch); }
 
   std::byte* at_;
   size_t batches_;
-  size_t members_;
+  size_t parts_;
 };
 
 }  // namespace hvd

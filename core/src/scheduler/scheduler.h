@@ -65,7 +65,6 @@ class Scheduler final : public Engine {
   Status status() const override EXCLUDES(mutex_);
   int death_fd() const override { return death_.get(); }
   bool HasLeft(int rank) const override { return exchange_->HasLeft(rank); }
-  bool reads_peers() const override { return reads_peers_; }
   uint32_t plan_links_returned() const override { return plan_links_->returned; }
   const Counters& counters() const override { return counters_; }
   Tracer& tracer() override { return tracer_; }
@@ -169,7 +168,6 @@ class Scheduler final : public Engine {
   const SchedulerOptions options_;
   const Topology topology_;
   const int spins_;
-  const bool reads_peers_;
   // One plan at a time has them: both ends must know what comes next without a word. They outlive us with it.
   struct PlanLinks {
     RingLinks links;

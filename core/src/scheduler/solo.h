@@ -24,7 +24,6 @@ class Solo final : public Engine {
   Status status() const override EXCLUDES(mutex_);
   int death_fd() const override { return death_read_.get(); }
   bool HasLeft(int) const override { return false; }
-  bool reads_peers() const override { return true; }
   uint32_t plan_links_returned() const override { return 0; }
   const Counters& counters() const override { return counters_; }
   Tracer& tracer() override { return tracer_; }

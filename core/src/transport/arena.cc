@@ -164,43 +164,13 @@ std::byte* Arena::staging(int rank, int buffer) const {
          static_cast<size_t>(buffer) * chunk_nbytes_;
 }
 
-Status Arena::OpenPeers(Reads reads, int first_rank, const Tick& tick) {
-  Control& mine = *control(rank_);
-  // Private memory of this process, so that reading it proves something: a process number may mean another
-  // process elsewhere.
-  const auto nonce = std::make_unique<uint64_t>();
-  RandomBytes(std::as_writable_bytes(std::span(nonce.get(), 1)));
-  mine.cpus = Cpus::OfThisThread();
-  mine.process = ::getpid();
-  mine.nonce_address = reinterpret_cast<uintptr_t>(nonce.get());
-  mine.nonce = *nonce;
+Status Arena::CountCpus(const Tick& tick) {
+  control(rank_)->cpus = Cpus::OfThisThread();
   HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
   std::vector<Cpus> cpus;
   for (int rank = 0; rank < size(); ++rank) cpus.push_back(control(rank)->cpus);
   has_cpu_for_each_ = OneForEach(cpus);
-  std::vector<pid_t> processes;
-  for (int rank = 0; rank < size(); ++rank)
-    processes.push_back(reads == Reads::kThisProcess ? PeerMemory::kHere : control(rank)->process);
-  if (reads == Reads::kOtherProcesses) PeerMemory::AskYama(processes);
-  HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
-  auto peers = std::make_unique<PeerMemory>(std::move(processes), first_rank);
-  mine.can_read_all.store(reads != Reads::kOff && ReadsEveryNonce(*peers), std::memory_order_relaxed);
-  HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
-  for (int rank = 0; rank < size(); ++rank) {
-    if (control(rank)->can_read_all.load(std::memory_order_relaxed) == 0) return Status::Ok();
-  }
-  peers_ = std::move(peers);
   return Status::Ok();
-}
-
-bool Arena::ReadsEveryNonce(const PeerMemory& peers) const {
-  for (int rank = 0; rank < size(); ++rank) {
-    const Control& peer = *control(rank);
-    uint64_t seen = 0;
-    const PeerMemory::Copy copy{peer.nonce_address, reinterpret_cast<std::byte*>(&seen), sizeof seen};
-    if (!peers.Read(rank, {&copy, 1}).ok() || seen != peer.nonce) return false;
-  }
-  return true;
 }
 
 uint32_t Arena::Arrive() {

@@ -14,7 +14,6 @@
 #include "transport/cpus.h"
 #include "transport/exchange.h"
 #include "transport/fd.h"
-#include "transport/peer_memory.h"
 
 namespace hvd {
 
@@ -87,17 +86,14 @@ class Arena {
   bool HasControl(int rank) const { return controls_[static_cast<size_t>(rank)] != nullptr; }
   bool complete() const;  // every rank's control segment is there
 
-  // Finds out together with the other ranks whether there is a CPU for each, and whether everybody can read
-  // everybody's memory; peers() is null if not. All ranks call it once, before any other step. first_rank is
-  // what rank 0 is called in texts. Not ok: tick gave up on a rank.
-  enum class Reads { kOff, kOtherProcesses, kThisProcess };  // kThisProcess: ranks are threads (tests)
-  Status OpenPeers(Reads reads, int first_rank, const Tick& tick);
-  const PeerMemory* peers() const { return peers_.get(); }
+  // Finds out together with the other ranks whether there is a CPU for each. All ranks call it once, before
+  // any other step. Not ok: tick gave up on a rank.
+  Status CountCpus(const Tick& tick);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(controls_.size()); }
   // Every rank can run on a CPU of its own, so it is worth to spin a little. The same on all ranks; known
-  // from OpenPeers on, and false before.
+  // from CountCpus on, and false before.
   bool has_cpu_for_each() const { return has_cpu_for_each_; }
   size_t chunk_nbytes() const { return chunk_nbytes_; }
   std::byte* staging(int rank, int buffer) const;
@@ -141,10 +137,7 @@ class Arena {
   struct Control {
     Line line[2];
     alignas(64) std::atomic<uint32_t> sleepers;
-    alignas(64) std::atomic<uint32_t> can_read_all;
-    Cpus cpus;
-    int32_t process;
-    uint64_t nonce_address, nonce;
+    alignas(64) Cpus cpus;
   };
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -152,7 +145,6 @@ class Arena {
   Control* control(int rank) const {
     return reinterpret_cast<Control*>(controls_[static_cast<size_t>(rank)]->data());
   }
-  bool ReadsEveryNonce(const PeerMemory& peers) const;
 
   const int rank_;
   const size_t chunk_nbytes_;
@@ -162,7 +154,6 @@ class Arena {
   std::shared_ptr<Segment> control_;
   std::vector<std::shared_ptr<Segment>> controls_;
   std::vector<std::unordered_map<uint32_t, std::shared_ptr<Segment>>> segments_;
-  std::unique_ptr<PeerMemory> peers_;
   Phases* phases_ = nullptr;
 };
 
