@@ -2,18 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "check"
+import native
 
 
 def main() -> None:
-    cmake = Path(sys.executable).with_name("cmake")
-    options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DHVD_BUILD_TESTS=ON", "--log-level=WARNING"]
-    subprocess.run([cmake, "-S", ROOT / "core", "-B", BUILD, *options], check=True)
-    subprocess.run([cmake, "--build", BUILD, "--target", "bench_kernels"], check=True)
-    subprocess.run([BUILD / "bench_kernels", *sys.argv[1:]], check=True)
+    subprocess.run([native.build("bench_kernels"), *sys.argv[1:]], check=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,16 @@ class Contender:
 Times = dict[str, np.ndarray]
 
 
+def slowest(by_rank: Sequence[np.ndarray]) -> np.ndarray:
+    """A collective is done when the last rank is."""
+    return np.max(by_rank, axis=0)
+
+
+def at_the_mean_rate(by_rank: Sequence[np.ndarray]) -> np.ndarray:
+    """The time at the mean of the ranks' rates: of ranks that need not wait for each other."""
+    return 1 / np.mean([1 / times for times in by_rank], axis=0)
+
+
 def race(
     ranks: Ranks,
     contenders: Sequence[Contender],
@@ -36,8 +46,9 @@ def race(
     budget_s: float,
     most: int = 300,
     least: int = LEAST_PAIRS,
+    combine: Callable[[Sequence[np.ndarray]], np.ndarray] = slowest,
 ) -> Times:
-    """Seconds per contender and turn, those of the slowest rank of the turn.
+    """Seconds per contender and turn, those of the ranks combined.
 
     All contenders have a turn, then all have the next, each time in another order. As many turns as fit into
     `budget_s`, but `least` to `most`.
@@ -65,7 +76,7 @@ def race(
     for number in range(turns):
         turn(number)
     all_times = ranks.gather(taken)
-    return {name: np.max([theirs[name] for theirs in all_times], axis=0) for name in taken}
+    return {name: combine([np.array(theirs[name]) for theirs in all_times]) for name in taken}
 
 
 def median_us(times: np.ndarray) -> float:

@@ -5,6 +5,7 @@ python benchmarks/ranks.py [--quick]
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -27,6 +28,8 @@ from hvd_core.errors import HvdError
 MIB = 1 << 20
 VIRTUAL_PER_HOST = 16
 KILLED = 1
+#: Stands for ranks that did not connect: not met, and still a number for JSON.
+NEVER_S = 1e9
 
 
 def work(calls: int) -> dict[str, float]:
@@ -159,7 +162,7 @@ def main() -> None:
         rows += [virtual(all_virtual)]
     except HvdError as error:
         figure.notes.append(f"{all_virtual} virtual ranks: {error}")
-    figure.foreign_cpu, figure.stolen_cpu = load.taken_by_others()
+    figure.saw_load(*load.taken_by_others())
     figure.rows = [{key: row.get(key) for key in rows[0]} for row in rows]
     # A link to each peer of the host, its process and its segments; nothing else grows.
     per_peer = (rows[1]["descriptors"] - rows[0]["descriptors"]) / (many - few)
@@ -169,9 +172,9 @@ def main() -> None:
         report.Target("descriptors per further local peer", per_peer, 4, at_most=True),
         report.Target("further threads with more ranks", rows[1]["threads"] - rows[0]["threads"], 0, True),
     ]
-    if len(rows) > 3:
-        what = f"seconds to connect {all_virtual} virtual ranks"
-        figure.targets.append(report.Target(what, rows[3]["start_s"], 20, at_most=True))
+    what = f"seconds to connect {all_virtual} virtual ranks"
+    virtual_s = rows[3]["start_s"] if len(rows) > 3 else math.inf
+    figure.targets.append(report.Target(what, min(virtual_s, NEVER_S), 20, at_most=True))
     figure.publish()
 
 

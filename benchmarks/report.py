@@ -49,13 +49,17 @@ class Figure:
     rows: list[dict[str, Any]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    foreign_cpu: float = 0.0
-    stolen_cpu: float = 0.0
+    #: The worst seen; None: nobody looked.
+    foreign_cpu: float | None = None
+    stolen_cpu: float | None = None
 
     def saw(self, outcome: Any) -> None:
         """Keeps the worst of the loads that others put on the machine (`side_by_side.Outcome`)."""
-        self.foreign_cpu = max(self.foreign_cpu, outcome.foreign_cpu)
-        self.stolen_cpu = max(self.stolen_cpu, outcome.stolen_cpu)
+        self.saw_load(outcome.foreign_cpu, outcome.stolen_cpu)
+
+    def saw_load(self, foreign: float, stolen: float) -> None:
+        self.foreign_cpu = max(self.foreign_cpu or 0.0, foreign)
+        self.stolen_cpu = max(self.stolen_cpu or 0.0, stolen)
 
     def publish(self) -> None:
         """Prints it; the last line is JSON."""
@@ -63,12 +67,18 @@ class Figure:
         print(table(self.rows))
         for line in [*self.notes, *map(str, self.targets)]:
             print(f"  {line}")
-        print(
-            f"  other processes took {self.foreign_cpu:.1%} of the CPUs, other machines {self.stolen_cpu:.1%}"
-        )
+        print(f"  {load(asdict(self))}")
         targets = [{**asdict(target), "met": target.met} for target in self.targets]
         line = _short({**asdict(self), "targets": targets, "facts": facts()})
         print(json.dumps(line, allow_nan=False, ensure_ascii=False), flush=True)
+
+
+def load(figure: dict[str, Any]) -> str:
+    """What others took of the machine meanwhile."""
+    foreign, stolen = figure.get("foreign_cpu"), figure.get("stolen_cpu")
+    if foreign is None or stolen is None:
+        return "what others took of the CPUs was not measured"
+    return f"other processes took {foreign:.1%} of the CPUs, other machines {stolen:.1%}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

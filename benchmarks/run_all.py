@@ -66,6 +66,8 @@ def results(figures: list[dict[str, Any]]) -> str:
     lines += ["", "| figure | target | asked | measured | |", "|---|---|---|---|---|"]
     for figure in figures:
         name = figure["name"]
+        if "facts" not in figure and "skipped" not in figure:
+            lines.append(f"| `{name}` | | | not run | |")
         if "skipped" in figure:
             lines.append(f"| `{name}` | | | skipped: {figure['skipped']} | |")
         for target in figure.get("targets", []):
@@ -82,7 +84,8 @@ def results(figures: list[dict[str, Any]]) -> str:
         lines += [f"| {' | '.join(columns)} |", "|" + "---:|" * len(columns)]
         lines += [f"| {' | '.join(report.cell(row.get(c)) for c in columns)} |" for row in figure["rows"]]
         lines += ["", *(f"* {note}" for note in figure.get("notes", []))]
-        lines.append(f"* other processes took {figure.get('foreign_cpu', 0):.1%} of the CPUs")
+        of = figure.get("facts", {})
+        lines.append(f"* {report.load(figure)}; {of.get('date', '')}, commit {of.get('commit', '')}")
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +113,7 @@ def main() -> None:
         )
     if not options.quick:
         _, found, limits = RESULTS.read_text().partition(LIMITS) if RESULTS.exists() else ("", "", "")
-        text = results([kept[name] for name in FIGURES if name in kept])
+        text = results([kept.get(name, {"name": name}) for name in FIGURES])
         RESULTS.write_text(text + (f"\n{found}{limits}" if found else ""))
 
 

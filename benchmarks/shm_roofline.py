@@ -10,26 +10,21 @@ ordinary tensors: build/check/bench_shm_roofline ways RANKS PAIRS.
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 
+import native
 import report
+import side_by_side
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "check"
 LEAST = 0.90
 
 
 def main() -> None:
     options = report.arguments(__doc__).parse_args()
     figure = report.Figure("shm_roofline", "arena, fp32, n=2, median microseconds", options.quick)
-    cmake = Path(sys.executable).with_name("cmake")
-    flags = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DHVD_BUILD_TESTS=ON", "--log-level=WARNING"]
-    subprocess.run([cmake, "-S", ROOT / "core", "-B", BUILD, *flags], check=True, stdout=sys.stderr)
-    target = ["--target", "bench_shm_roofline"]
-    subprocess.run([cmake, "--build", BUILD, *target], check=True, stdout=sys.stderr)
-    command = [BUILD / "bench_shm_roofline", "arena", "5" if options.quick else "21"]
+    command = [native.build("bench_shm_roofline"), "arena", "5" if options.quick else "21"]
+    load = side_by_side.Load()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    figure.saw_load(*load.taken_by_others())
     for line in done.stdout.splitlines():
         nbytes, kernel, ours = (float(word) for word in line.split())
         figure.rows.append(

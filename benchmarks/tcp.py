@@ -10,16 +10,17 @@ iproute2.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
-import selectors
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import native
 import report
 import side_by_side
 import tensors
@@ -83,9 +84,10 @@ def two_namespaces() -> Iterator[list[str]]:
 
 
 class Raw:
-    """`streams` TCP connections between the two ranks, and a full-duplex exchange over them."""
+    """`streams` TCP connections between the two ranks, and a full-duplex exchange over them in C
+    (cpp/raw_tcp.cc)."""
 
-    def __init__(self, ranks: Ranks, streams: int):
+    def __init__(self, ranks: Ranks, streams: int, library: str):
         self.sockets: list[socket.socket] = []
         if ranks.rank == 0:
             with socket.create_server((_ADDRESSES[0], 0)) as server:
@@ -97,55 +99,40 @@ class Raw:
         for connection in self.sockets:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._descriptors = (ctypes.c_int * streams)(*(s.fileno() for s in self.sockets))
+        self._exchange = ctypes.CDLL(library).raw_tcp_exchange
+        self._exchange.argtypes = [ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_size_t]
 
-    def exchange(self, out: memoryview, into: memoryview) -> None:
-        """Sends all of `out` and receives all of `into`, an equal part over each stream."""
-        part = -(-len(out) // len(self.sockets))
-        with selectors.DefaultSelector() as selector:
-            for i, connection in enumerate(self.sockets):
-                span = slice(i * part, (i + 1) * part)
-                both = [out[span], into[span]]
-                selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, both)
-            while selector.get_map():
-                for key, events in selector.select():
-                    self._move(selector, key, events)
-
-    @staticmethod
-    def _move(selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int) -> None:
-        connection, both = key.fileobj, key.data
-        assert isinstance(connection, socket.socket)
-        if events & selectors.EVENT_WRITE:
-            both[0] = both[0][connection.send(both[0]) :]
-        if events & selectors.EVENT_READ:
-            both[1] = both[1][connection.recv_into(both[1]) :]
-        wanted = (selectors.EVENT_WRITE if both[0] else 0) | (selectors.EVENT_READ if both[1] else 0)
-        if not wanted:
-            selector.unregister(connection)
-        elif wanted != key.events:
-            selector.modify(connection, wanted, both)
+    def exchange(self, out: int, into: int, nbytes: int) -> None:
+        """Sends `nbytes` at address `out` and receives as many at `into`, an equal part over each stream."""
+        failed = self._exchange(self._descriptors, len(self.sockets), out, into, nbytes)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
 
 
 def measure(
-    ranks: Ranks, nbytes: list[int], budget_s: float, most: int, streams: int
+    ranks: Ranks, nbytes: list[int], budget_s: float, most: int, streams: int, library: str
 ) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     ranks.connect_hvd().barrier()
     ranks.pin()
-    raw = Raw(ranks, streams)
+    raw = Raw(ranks, streams, library)
     rows = []
     for size in nbytes:
         tensor, received = torch.empty(size // 4), torch.empty(size // 4)
-        out, into = (memoryview(t.numpy()).cast("B") for t in (tensor, received))
+        own = torch.empty(size // 4)
 
         def check(turn: int, received: torch.Tensor = received) -> None:
-            assert received[0] == received[-1] == turn + 2 - ranks.rank
+            assert (received == turn + 2 - ranks.rank).all()
 
         contenders = [
             tensors.hvd_allreduce(ranks, tensor),
             Contender(
                 "raw",
-                lambda out=out, into=into: raw.exchange(out, into),
-                lambda turn, tensor=tensor: tensor.fill_(turn + 1 + ranks.rank),
+                lambda own=own, received=received, size=size: raw.exchange(
+                    own.data_ptr(), received.data_ptr(), size
+                ),
+                lambda turn, own=own: own.fill_(turn + 1 + ranks.rank),
                 check,
             ),
         ]
@@ -185,6 +172,7 @@ def main() -> None:
             budget_s=0.1 if quick else 6.0,
             most=15 if quick else 200,
             streams=Config.from_env().ring_streams,
+            library=str(native.build("raw_tcp")),
         )
     figure.saw(outcome)
     figure.rows = outcome.value
