@@ -186,6 +186,31 @@ TEST(ranks_with_a_cpu_for_each_are_told_from_ranks_that_share) {
   CHECK(one_for_each({Allowed({0, 1}, 2), Allowed({0, 1}, 2)}));
 }
 
+TEST(parts_are_done_once_each_and_by_then_all_where_ranks_share_cpus) {
+  const int size = static_cast<int>(std::thread::hardware_concurrency()) + 1;
+  const Arenas arenas = ConnectedArenas(size, 8192);
+  CHECK(!arenas[0]->has_cpu_for_each());
+  for (const uint32_t parts : {1u, 2u, 7u, 300u}) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<std::atomic<int>> done(parts);
+      OnEveryRank(size, [&](int rank) {
+        Arena& arena = *arenas[static_cast<size_t>(rank)];
+        CHECK(arena.ArriveAndAwait(kNeverGiveUp).ok());
+        CHECK(arena.ShareOut(parts, [&](uint32_t part) { ++done[part]; }, kNeverGiveUp).ok());
+        for (const auto& times : done) CHECK_EQ(times.load(), 1);
+      });
+    }
+  }
+  std::vector<std::shared_ptr<Segment>> segments;
+  for (int rank = 0; rank < size; ++rank) segments.push_back(Segment::Create(1 << 20).value());
+  const Way in_arena = [&](Arena& arena, auto pieces, DType dtype, ReduceOp op, const Scale& scale) {
+    return InArena(arena, segments, pieces, dtype, op, scale);
+  };
+  const size_t count = 5 * kSharedPartNbytes / sizeof(float) + 7;
+  for (const size_t pieces : {size_t{1}, size_t{11}})
+    CheckWay(arenas, in_arena, DType::kFloat32, count, pieces);
+}
+
 // Between chunks a rank still listens: what tick says ends a long batch that nobody waits in.
 TEST(a_long_batch_ticks_and_ends_when_told_to) {
   const Arenas arenas = ConnectedArenas(1, 4096);

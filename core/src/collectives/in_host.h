@@ -18,8 +18,8 @@ Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> p
                  ReduceOp op, const Scale& scale);
 
 // For tensors that lie in the arena. Push in place: rank r reduces slice r of the batch in rank order and
-// writes the result to all ranks. Memory traffic per rank: 2 x the bytes of the batch, the lower bound when
-// every rank owns a result.
+// writes the result to all ranks; with more ranks than CPUs, whoever has one takes the next part. Memory
+// traffic per rank: 2 x the bytes of the batch, the lower bound when every rank owns a result.
 Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const ArenaPiece> pieces,
                         DType dtype, ReduceOp op, const Scale& scale);
 

@@ -22,8 +22,17 @@ void ReduceForAll(std::span<const ArenaPiece> pieces, Range range, DType dtype, 
 
 Status AllreduceInArena(Arena& arena, const Arena::Tick& tick, std::span<const ArenaPiece> pieces,
                         DType dtype, ReduceOp op, const Scale& scale) {
-  const Range mine = SliceOf({0, CountOf(pieces)}, ItemSize(dtype), arena.rank(), arena.size());
+  const Range all{0, CountOf(pieces)};
   HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
+  if (!arena.has_cpu_for_each()) {
+    const size_t each = kSharedPartNbytes / ItemSize(dtype);
+    const auto reduce = [&](uint32_t part) {
+      InPhase(arena.phases(), Phase::kReduce,
+              [&] { ReduceForAll(pieces, Part(all, each, part), dtype, op, scale); });
+    };
+    return arena.ShareOut(static_cast<uint32_t>((all.size() + each - 1) / each), reduce, tick);
+  }
+  const Range mine = SliceOf(all, ItemSize(dtype), arena.rank(), arena.size());
   const size_t each = kArenaPartNbytes / ItemSize(dtype);
   for (size_t i = 0; i * each < mine.size(); ++i) {
     if (i > 0) HVD_RETURN_IF_ERROR(arena.Beat(tick));

@@ -225,6 +225,39 @@ Status Arena::AwaitRank(int rank, uint32_t step, const Tick& tick) {
   }
 }
 
+Status Arena::ShareOut(uint32_t parts, const std::function<void(uint32_t part)>& work, const Tick& tick) {
+  if (parts == 0) return Status::Ok();
+  Shares& mine = control(0)->shares[++shared_out_ % 2];
+  while (true) {
+    const uint32_t part = mine.taken.fetch_add(1, std::memory_order_relaxed);
+    if (part >= parts) break;
+    if (part == 0) {  // all ranks have left the one before, and none begins the next before this one is done
+      Shares& next = control(0)->shares[(shared_out_ + 1) % 2];
+      next.taken.store(0, std::memory_order_relaxed);
+      next.done.store(0, std::memory_order_relaxed);
+    }
+    work(part);
+    // seq_cst pairs with the sleeper below: either it sees the last part done or we see it.
+    if (mine.done.fetch_add(1, std::memory_order_seq_cst) + 1 == parts &&
+        mine.sleepers.load(std::memory_order_seq_cst) != 0)
+      FutexWakeAll(mine.done);
+    HVD_RETURN_IF_ERROR(Beat(tick));
+  }
+  const PhaseScope scope(phases_, Phase::kWait);
+  for (int i = 0; i < kYields; ++i) {
+    if (mine.done.load(std::memory_order_acquire) == parts) return Status::Ok();
+    ::sched_yield();
+  }
+  for (;;) {
+    mine.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = mine.done.load(std::memory_order_seq_cst);
+    if (seen != parts) FutexWait(mine.done, seen);
+    mine.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (mine.done.load(std::memory_order_acquire) == parts) return Status::Ok();
+    HVD_RETURN_IF_ERROR(tick(rank_));
+  }
+}
+
 Status Arena::Beat(const Tick& tick) {
   const auto now = std::chrono::steady_clock::now();
   if (now - last_beat_ < kTick) return Status::Ok();

@@ -118,6 +118,9 @@ class Arena {
   // Whether they have; does not wait.
   bool Reached(uint32_t step) const;
   Status ArriveAndAwait(const Tick& tick) { return Await(Arrive(), tick); }
+  // Does work(part) for every part below `parts`, each on one of the ranks: whoever has a CPU takes the next
+  // one. Returns when all are done. All ranks call it, each time after another step that all have reached.
+  Status ShareOut(uint32_t parts, const std::function<void(uint32_t part)>& work, const Tick& tick);
   // For a rank that works for long and awaits nobody: calls tick, with this rank, if a few milliseconds have
   // gone by since it was last called here.
   Status Beat(const Tick& tick);
@@ -133,11 +136,18 @@ class Arena {
     std::byte payload[kInlineNbytes];
   };
   static_assert(sizeof(Line) == 64);
+  // Of one ShareOut.
+  struct Shares {
+    alignas(64) std::atomic<uint32_t> taken;
+    alignas(64) std::atomic<uint32_t> done;
+    std::atomic<uint32_t> sleepers;
+  };
   // Cache lines of their own, so that a rank that waits does not slow the one it waits for.
   struct Control {
     Line line[2];
     alignas(64) std::atomic<uint32_t> sleepers;
     alignas(64) Cpus cpus;
+    Shares shares[2];  // rank 0's are in use, in turns
   };
   static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -150,6 +160,7 @@ class Arena {
   const size_t chunk_nbytes_;
   bool has_cpu_for_each_ = false;
   uint32_t step_ = 0;
+  uint32_t shared_out_ = 0;  // calls of ShareOut
   std::chrono::steady_clock::time_point last_beat_{};
   std::shared_ptr<Segment> control_;
   std::vector<std::shared_ptr<Segment>> controls_;
