@@ -36,6 +36,8 @@ FIGURES = (
     "ranks",
     "idle",
     "start",
+    "shard",
+    "dataframe",
 )
 
 

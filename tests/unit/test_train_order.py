@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
+from hvd_core.train import order
 from hvd_core.train.order import EpochPlan, rows_in_use, split_rows, validation_counts
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,3 +144,20 @@ def test_an_epoch_uses_each_row_once_and_can_start_anywhere(shuffle: bool) -> No
     assert np.array_equal(np.concatenate(parts), whole)
     other = rows_in_use(split, (0, 90), seed=7, epoch=3, shuffle=shuffle)
     assert np.array_equal(whole, other) is not shuffle
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 20, 16384])
+@pytest.mark.parametrize("plan", [EpochPlan((90, 31), 8), EpochPlan((90, 0, 7), 8, per_rank=False)])
+def test_requests_are_what_each_step_uses(
+    plan: EpochPlan, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "_ROWS_AT_ONCE", rows_at_once)
+    for rank, rows in enumerate(plan.rows):
+        split, how = split_rows(rows, None), {"seed": 7, "epoch": 2, "shuffle": True}
+        steps = range(3, plan.steps)
+        found = list(order.requests(split, plan, rank, steps, **how))
+        assert [request.step for request in found] == list(steps)
+        for request in found:
+            span = plan.span(rank, request.step)
+            assert np.array_equal(request.index, rows_in_use(split, span, **how))
+            assert request.global_rows == plan.global_rows(request.step)

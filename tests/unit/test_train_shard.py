@@ -16,8 +16,10 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 from hvd_core.errors import DataError  # noqa: E402
 from hvd_core.train import Column, Shard, ShardWriter, columns_of, plan_layout  # noqa: E402
-from hvd_core.train.batches import Batches, Request  # noqa: E402
+from hvd_core.train import batches as batches_module  # noqa: E402
+from hvd_core.train.batches import Batches  # noqa: E402
 from hvd_core.train.columns import Layout  # noqa: E402
+from hvd_core.train.order import Request  # noqa: E402
 from hvd_core.train.pack import to_rows  # noqa: E402
 
 from .test_train_columns import VECTOR, facts, spec_of  # noqa: E402
@@ -267,6 +269,11 @@ def test_memory_spills_to_a_file_that_has_no_name(tmp_path: Path) -> None:
         writer.write(part.select(layout.schema.names).to_batches()[0])
     packed = writer.finish()
     assert packed.spilled
+    attached, hold = Shard.attach(packed.fds, packed.description), threading.Event()
+    requests = (Request(0, np.zeros(1, np.int64), 1) for _ in range(1) if hold.wait(30))
+    with Batches(attached, requests, largest=1):  # a row may have to be read from the disk
+        assert "hvd-prefetch" in [thread.name for thread in threading.enumerate()]
+        hold.set()
     assert packed.nbytes == 500 * 16
     assert os.listdir(tmp_path) == []
     assert all(os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)) for fd in packed.fds)
@@ -308,7 +315,14 @@ def test_sorted_order_and_fingerprint_do_not_depend_on_arrival() -> None:
     assert a.fingerprint(a.sorted_order()) != other.fingerprint(other.sorted_order())
 
 
-def test_batches_are_the_rows_asked_for() -> None:
+@pytest.fixture(params=["ahead", "in place"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a thread gathers ahead, as it does for large batches."""
+    monkeypatch.setattr(batches_module, "_WORTH_A_THREAD_NBYTES", 0 if request.param == "ahead" else 1 << 40)
+    return bool(request.param == "ahead")
+
+
+def test_batches_are_the_rows_asked_for(ahead: bool) -> None:
     table = random_table(100)
     shard = pack(plan(table, sample_weight_col="w"), table)
     rng = np.random.default_rng(0)
@@ -316,6 +330,7 @@ def test_batches_are_the_rows_asked_for() -> None:
     requests = (Request(i, x, 99) for i, x in enumerate(index))
     threads = threading.active_count()
     with Batches(shard, requests, largest=7, prefetch=2) as batches:
+        assert threading.active_count() == threads + ahead
         for i, batch in enumerate(batches):
             assert (batch.step, batch.rows, batch.global_rows) == (i, len(index[i]), 99)
             assert np.array_equal(batch.inputs[0], shard.block(0)[index[i]])
@@ -328,7 +343,7 @@ def test_batches_are_the_rows_asked_for() -> None:
     assert threading.active_count() == threads
 
 
-def test_prefetch_ends_early_and_hands_errors_on() -> None:
+def test_batches_end_early_and_hand_errors_on(ahead: bool) -> None:
     table = random_table(100)
     shard = pack(plan(table), table)
     threads = threading.active_count()

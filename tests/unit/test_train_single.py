@@ -72,7 +72,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 
 def sgd(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(params, lr=0.05, momentum=0.5)
 
 
 def adam(params: Any) -> Any:

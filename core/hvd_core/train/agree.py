@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ColumnError, DataError
-from .batches import Batches, Request
+from .batches import Batches
 from .framework import Framework
-from .order import RowSplit, split_rows, validation_counts
+from .order import Request, RowSplit, split_rows, validation_counts
 from .ranks import Ranks
 from .result import OutputSpec
 from .shard import Shard, ShardBlock, describe_blocks

@@ -1,4 +1,4 @@
-"""Batches gathered ahead of the step, by one thread, into buffers that are used again and again."""
+"""Batches gathered into buffers that are used again and again; large ones ahead of the step, by a thread."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
 from .framework import Batch
+from .order import Request
 from .shard import Shard
 
+#: Smaller batches are gathered faster than one thread can hand them to another, unless they have to be read
+#: from a file.
+_WORTH_A_THREAD_NBYTES = 1 << 20
 
-@dataclass(frozen=True)
-class Request:
-    """One batch to gather: row numbers of the shard (int64, may be empty) and the rows all ranks use in
-    this step."""
-
-    step: int
-    index: np.ndarray
-    global_rows: int
+_Buffers = list[np.ndarray]
 
 
 class Batches:
     """Iterator over the batches of `requests`, in order. A batch is valid until the next one is asked for.
 
-    Memory: `prefetch + 1` sets of buffers of `largest` rows. Use as a context manager: leaving it ends the
-    thread, also in the middle. What the thread raises (or `requests`) is raised by the next `next()`.
+    Memory: `prefetch + 1` sets of buffers of `largest` rows; one where batches are so small that no thread
+    gathers them ahead. Use as a context manager: leaving it ends the thread, also in the middle. What
+    gathering (or `requests`) raises is raised by the next `next()`.
     `wait_s`: seconds the consumer has waited for batches that were not ready.
     """
 
@@ -37,30 +34,47 @@ class Batches:
         self.wait_s = 0.0
         self._shard = shard
         self._requests = requests
+        self._largest = largest
         self._inputs, self._labels = shard.of_role("input"), shard.of_role("label")
         self._weights = shard.of_role("weight")
         self._which = [*self._inputs, *self._labels, *self._weights]
-        self._free: queue.SimpleQueue[list[np.ndarray] | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[tuple[Batch, list[np.ndarray]] | BaseException | None] = (
-            queue.SimpleQueue()
-        )
-        for _ in range(prefetch + 1):
-            blocks = [shard.blocks[i] for i in self._which]
-            self._free.put([np.empty((largest, *b.shape), b.dtype) for b in blocks])
-        self._in_use: list[np.ndarray] | None = None
-        self._thread = threading.Thread(target=self._work, name="hvd-prefetch", daemon=True)
-        self._thread.start()
+        blocks = [shard.blocks[i] for i in self._which]
+        nbytes = largest * sum(b.row_nbytes for b in blocks)
+        is_ahead = shard.spilled or nbytes >= _WORTH_A_THREAD_NBYTES
+        sets = [
+            [np.empty((largest, *b.shape), b.dtype) for b in blocks]
+            for _ in range(prefetch + 1 if is_ahead else 1)
+        ]
+        self._in_use: _Buffers | None = None
+        self._only = sets[0]
+        self._thread: threading.Thread | None = None
+        if is_ahead:
+            self._free: queue.SimpleQueue[_Buffers | None] = queue.SimpleQueue()
+            self._ready: queue.SimpleQueue[tuple[Batch, _Buffers] | BaseException | None] = (
+                queue.SimpleQueue()
+            )
+            for buffers in sets:
+                self._free.put(buffers)
+            self._thread = threading.Thread(target=self._work, name="hvd-prefetch", daemon=True)
+            self._thread.start()
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Batch:
+        start = time.perf_counter()
+        try:
+            if self._thread is None:
+                return self._gather(next(self._requests), self._only)
+            return self._next_ready()
+        finally:
+            self.wait_s += time.perf_counter() - start
+
+    def _next_ready(self) -> Batch:
         if self._in_use is not None:
             self._free.put(self._in_use)
             self._in_use = None
-        start = time.perf_counter()
         item = self._ready.get()
-        self.wait_s += time.perf_counter() - start
         if item is None or isinstance(item, BaseException):
             self._ready.put(None)
             if item is None:
@@ -71,8 +85,9 @@ class Batches:
 
     def close(self) -> None:
         """Ends the thread and waits for it. May be called twice."""
-        self._free.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._free.put(None)
+            self._thread.join()
 
     def __enter__(self) -> Batches:
         return self
@@ -93,9 +108,9 @@ class Batches:
         except BaseException as error:  # noqa: BLE001 - it is raised where the batches are used
             self._ready.put(error)
 
-    def _gather(self, request: Request, buffers: list[np.ndarray]) -> Batch:
+    def _gather(self, request: Request, buffers: _Buffers) -> Batch:
         rows = len(request.index)
-        views = [b[:rows] for b in buffers]
+        views = buffers if rows == self._largest else [b[:rows] for b in buffers]
         self._shard.gather(request.index, views, self._which)
         n, m = len(self._inputs), len(self._inputs) + len(self._labels)
         return Batch(

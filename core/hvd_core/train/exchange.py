@@ -6,8 +6,6 @@ In the order of their hashes rank r gets the r-th of `size` equal parts.
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
 from ..config import Config
@@ -34,9 +32,7 @@ def deal_by_hash(spec: TrainSpec, shard: Shard, ranks: Ranks) -> Shard:
     files = BlockFiles([b.role for b in blocks], memory_bytes, spec.shard_dir or config.shard_dir)
     try:
         exchange_rows(shard, destinations(shard, ranks), ranks, files)
-        head = {"rows": files.rows, "blocks": describe_blocks(blocks), "nulls": shard.nulls}
-        description = json.dumps(head).encode()
-        return Shard.attach(files.fds, description)
+        return Shard.attach(files.fds, files.describe(describe_blocks(blocks), shard.nulls))
     finally:
         files.close()
 

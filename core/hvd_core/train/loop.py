@@ -12,11 +12,11 @@ import numpy as np
 from ..config import Config
 from ..errors import InvalidArgument, LossError, RanksDiverged, RowsLost
 from .agree import agree_on_rows, find_outputs
-from .batches import Batches, Request
+from .batches import Batches
 from .checkpoint import name_of
 from .exchange import deal_by_hash
 from .framework import Batch, Framework, Totals, framework_for
-from .order import EpochPlan, rows_in_use
+from .order import EpochPlan, Request, requests
 from .progress import Best
 from .quality import examine_shard, troubles
 from .ranks import Ranks
@@ -173,9 +173,17 @@ class _Loop:
         sums.rate = framework.learning_rate if sums.rate is None else sums.rate
         start = time.perf_counter() - sums.elapsed_s
         expected = sum(plan.used_before(stop_at)) - sum(plan.used_before(progress.counted_from))
-        requests = self._requests(stop_at)
+        wanted = requests(
+            self._split,
+            plan,
+            rank,
+            range(progress.position, stop_at),
+            seed=self._spec.seed,
+            epoch=progress.epoch,
+            shuffle=self._spec.shuffle,
+        )
         with Batches(
-            self._shard, requests, largest=plan.largest(rank), prefetch=self._spec.prefetch
+            self._shard, wanted, largest=plan.largest(rank), prefetch=self._spec.prefetch
         ) as batches:
             waited_s = sums.data_s
             watched = self._watched(batches, stop_at, start, waited_s)
@@ -209,14 +217,6 @@ class _Loop:
             progress.seconds[part] += entry[part]
         return entry
 
-    def _requests(self, stop_at: int) -> Iterator[Request]:
-        spec, rank, epoch = self._spec, self._ranks.rank, self._progress.epoch
-        for step in range(self._progress.position, stop_at):
-            index = rows_in_use(
-                self._split, self._plan.span(rank, step), seed=spec.seed, epoch=epoch, shuffle=spec.shuffle
-            )
-            yield Request(step, index, self._plan.global_rows(step))
-
     def _watched(self, batches: Batches, stop_at: int, start: float, waited_s: float) -> Iterator[Batch]:
         """Hands on batches, and between two of them does what happens after each step."""
         spec, progress = self._spec, self._progress
@@ -243,8 +243,8 @@ class _Loop:
     def _validate(self) -> dict[str, float]:
         """Means over the validation rows of all ranks."""
         index, rows = self._split.validation, max(self._spec.inference_batch_size, 1)
-        requests = (Request(i, index[i : i + rows], 0) for i in range(0, len(index), rows))
-        with Batches(self._shard, requests, largest=min(rows, max(1, len(index))), prefetch=1) as batches:
+        wanted = (Request(i, index[i : i + rows], 0) for i in range(0, len(index), rows))
+        with Batches(self._shard, wanted, largest=min(rows, max(1, len(index))), prefetch=1) as batches:
             totals = self._framework.evaluate(batches)
         means, used, _ = self._reduced(totals, [], "validation")
         if used != self._validation_rows:

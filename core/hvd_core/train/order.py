@@ -3,7 +3,7 @@ the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -139,6 +139,35 @@ def split_rows(
         chosen[permutation(rows, seed ^ _VALIDATION_STREAM, 0, 0, validation_rows)] = True
     train, validation = base[~chosen], base[chosen]
     return RowSplit(train, validation, len(train))
+
+
+#: The order of that many rows is computed at once, for steps of a few rows cost more to call than to compute.
+_ROWS_AT_ONCE, _STEPS_AT_ONCE = 16384, 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rank uses in one step: row numbers of its shard (int64, may be empty), and how many rows all
+    ranks use."""
+
+    step: int
+    index: np.ndarray
+    global_rows: int
+
+
+def requests(
+    split: RowSplit, plan: EpochPlan, rank: int, steps: range, *, seed: int, epoch: int, shuffle: bool
+) -> Iterator[Request]:
+    """The rows of each of `steps`, one after the other."""
+    at_once = min(max(1, _ROWS_AT_ONCE // plan.largest(rank)), _STEPS_AT_ONCE)
+    for first in steps[::at_once]:
+        last = min(first + at_once, steps.stop)
+        used = [plan.used_before(step) for step in range(first, last + 1)]
+        begin, end = used[0][rank], used[-1][rank]
+        index = rows_in_use(split, (begin, end), seed=seed, epoch=epoch, shuffle=shuffle)
+        for step, before, after in zip(range(first, last), used, used[1:], strict=False):
+            part = index[before[rank] - begin : after[rank] - begin]
+            yield Request(step, part, sum(after) - sum(before))
 
 
 def rows_in_use(

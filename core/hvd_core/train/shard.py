@@ -105,6 +105,11 @@ class BlockFiles:
             _write(fd, array)
         self.rows += len(arrays[0])
 
+    def describe(self, blocks: Sequence[Mapping[str, Any]], nulls: Mapping[str, int]) -> bytes:
+        """What `Shard.attach` needs beside the descriptors."""
+        head = {"rows": self.rows, "blocks": blocks, "nulls": nulls, "spilled": self.spilled}
+        return json.dumps(head).encode()
+
     def close(self) -> None:
         while self.fds:
             os.close(self.fds.pop())
@@ -154,8 +159,7 @@ class ShardWriter:
             )
         ]
         files = self._files
-        head = {"rows": files.rows, "blocks": blocks, "nulls": self._packer.nulls}
-        description = json.dumps(head).encode()
+        description = files.describe(blocks, self._packer.nulls)
         fds, files.fds = files.fds, []
         return PackedShard(fds, description, files.rows, files.nbytes, files.spilled)
 
@@ -187,8 +191,11 @@ class Shard:
         blocks: Sequence[ShardBlock],
         maps: Sequence[np.ndarray],
         nulls: Mapping[str, int] | None = None,
+        spilled: bool = False,
     ):
         self.rows = rows
+        #: The rows are in a file, so that using one may have to wait for a disk.
+        self.spilled = spilled
         #: By column, those that null_value has replaced.
         self.nulls = dict(nulls or {})
         self.blocks = tuple(blocks)
@@ -211,7 +218,7 @@ class Shard:
                     f"shard block {block.name!r} has {os.fstat(fd).st_size} bytes instead of {nbytes}"
                 )
             maps.append(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8))
-        return cls(rows, blocks, maps, head.get("nulls"))
+        return cls(rows, blocks, maps, head["nulls"], head["spilled"])
 
     def of_role(self, role: str) -> list[int]:
         """Indices of the blocks with this role."""

