@@ -351,10 +351,11 @@ def measured(quick: bool) -> report.Figure:
     growth = (peaks[1].driver - peaks[0].driver) / (data[1] - data[0])
     figure.targets = targets(trivial, ingested, fitted, served, half / few, each, growth)
     figure.notes = [
-        f"{COLUMNS} float columns and a label in Spark's cache; one thread a rank; the epoch is a whole `fit` of "
-        f"an MLP {COLUMNS}-512-256-1 with joined batches of 2048",
-        f"memory, {many:,} rows ({data[1]:.0f} MiB packed): driver {peaks[1].driver:.0f} MiB, with a tenth of "
-        f"the rows {peaks[0].driver:.0f}; all Python processes of two ranks {peaks[1].ranks:.0f} MiB",
+        f"{COLUMNS} float columns and a label, in Spark's cache; one thread a rank",
+        f"one epoch: a whole `fit` of an MLP {COLUMNS}-512-256-1 with joined batches of 2048",
+        f"memory, {many:,} rows ({data[1]:.0f} MiB packed): driver {peaks[1].driver:.0f} MiB",
+        f"memory, a tenth of the rows: driver {peaks[0].driver:.0f} MiB",
+        f"memory: all Python processes of two ranks {peaks[1].ranks:.0f} MiB",
     ]
     figure.foreign_cpu, figure.stolen_cpu = load.taken_by_others()
     return figure

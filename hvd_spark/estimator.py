@@ -132,7 +132,10 @@ class _Planned:
 
     def shares_rows_with(self, other: _Planned) -> bool:
         """One ingestion serves both."""
-        return (self.size, self.layout, _config(self.spec)) == (other.size, other.layout, _config(other.spec))
+        mine, theirs = (
+            (one.size, one.layout, _config(one.spec), one.spec.row_order == "global") for one in (self, other)
+        )
+        return mine == theirs
 
 
 def _fit_all(dataset: DataFrame, stages: Sequence[HorovodEstimator]) -> list[HorovodModel]:

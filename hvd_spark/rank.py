@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,10 @@ from hvd_core.train.shard import Shard
 def with_shard(payload: bytes, description: bytes, *, fds: list[int]) -> Any:
     """Unpickles (fn, args, kwargs) and calls it with the shard that the supervisor packed."""
     fn, args, kwargs = pickle.loads(payload)
-    return fn(*args, shard=Shard.attach(fds, description), **kwargs)
+    shard = Shard.attach(fds, description)
+    for fd in fds:  # an open one would keep the rows when the shard does not need them any more
+        os.close(fd)
+    return fn(*args, shard=shard, **kwargs)
 
 
 def train(spec: TrainSpec, changes: Sequence[Mapping[str, Any]], *, shard: Shard) -> list[bytes]:

@@ -163,7 +163,8 @@ class _Task:
             pass  # Spark uses a worker again only if it has read its input to the end
         listener = Listener.bind(plan.config)
         stack.callback(listener.close)
-        process = template.fork(payload, fds=fds, env=dict(plan.env), threads=threads)
+        env = {**plan.env, "HVD_SHARD_DIR": _shard_dir(plan.config) or ""}
+        process = template.fork(payload, fds=fds, env=env, threads=threads)
         for fd in fds:
             os.close(fd)
         stack.callback(process.close)
@@ -184,12 +185,10 @@ class _Task:
         from hvd_core.train.shard import ShardWriter, default_memory_bytes
 
         config = self.plan.config
-        local = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
-        directory = config.shard_dir or (local if local and Path(local).is_dir() else None)
         hosts = [info.address.rpartition(":")[0] for info in self.context.getTaskInfos()]
         here = hosts.count(hosts[self.rank])
         memory_nbytes = config.shard_memory_bytes or default_memory_bytes(here)
-        writer = ShardWriter(layout, memory_bytes=memory_nbytes, directory=directory)
+        writer = ShardWriter(layout, memory_bytes=memory_nbytes, directory=_shard_dir(config))
         self.stack.callback(writer.close)
         names = [column.name for column in layout.columns]
         for batch in batches:
@@ -280,6 +279,12 @@ class _Task:
         host = socket.gethostname()
         what = RankFailure(self.rank, "ended", message=reason, host=host, echo=True, at=time.time())
         return rows.failure(what, "rank")
+
+
+def _shard_dir(config: Config) -> str | None:
+    """Where large shards go: as told, or to the executor's local disk. None: the system's directory."""
+    local = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0]
+    return config.shard_dir or (local if local and Path(local).is_dir() else None)
 
 
 class _Background:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -100,14 +101,17 @@ class Recorder:
 
 
 class Shards:
-    """A callback that appends the directory of each file in which a rank's shard is mapped to `file`."""
+    """A callback that appends to `file` the directory of each file that holds a part of the rank's shard: of
+    those mapped, and of those open."""
 
     def __init__(self, file: Path | str):
         self.file = str(file)
 
     def on_epoch_end(self, run: Any, logs: Any) -> None:
         maps = Path("/proc/self/maps").read_text().splitlines()
-        paths = [line.split()[-2] for line in maps if line.endswith("(deleted)")]
+        links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        paths = [line.split()[-2] for line in [*maps, *links] if line.endswith("(deleted)")]
+        paths = [path for path in paths if not path.startswith("/memfd:") or "hvd-shard" in path]
         with open(self.file, "a") as file:
             file.writelines(f"{Path(path).parent}\n" for path in paths)
 

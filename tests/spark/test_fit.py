@@ -166,8 +166,15 @@ def test_shards_on_disk(spark: Any, tmp_path: Any) -> None:
     )  # fmt: skip
     df = frame(spark, ["x", "y"], [np.arange(20.0) / 20, np.arange(20.0) / 20])
     HorovodEstimator(callbacks=[nets.Shards(seen)], shard_dir=str(directory), **options).fit(df)
-    assert seen.read_text().splitlines().count(str(directory)) == 4, "features and labels of two ranks"
+    # Features and labels of two ranks, each mapped and held open by its mapping, and by nothing else.
+    assert seen.read_text().splitlines() == [str(directory)] * 8
     assert not list(directory.iterdir())
+    for order in ("shard", "global"):  # also rows that were dealt out again, and then once
+        elsewhere = tmp_path / order
+        HorovodEstimator(callbacks=[nets.Shards(elsewhere)], row_order=order, **options).fit(df)
+        places = elsewhere.read_text().splitlines()
+        assert len(places) == 8, order
+        assert all("blockmgr" in place for place in places), "Spark's local directory"
     with pytest.raises(RankFailed, match="/no/such/place"):
         HorovodEstimator(shard_dir="/no/such/place", **options).fit(df)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,11 @@ def dealt(parts: list[pa.Table], spec: TrainSpec) -> list[list[bytes]]:
     layout = plan_layout(columns_of(parts[0].schema), spec)
 
     def rank_main(rank: int) -> list[bytes]:
-        shard = exchange.deal_by_hash(spec, shard_of(parts[rank], layout), Ranks(basics.default_group()))
+        shard, ranks = shard_of(parts[rank], layout), Ranks(basics.default_group())
+        before = [weakref.ref(array) for array in shard.maps] if shard.rows else []
+        exchange.deal_by_hash(spec, shard, ranks)
+        assert shard.is_dealt or ranks.size == 1
+        assert ranks.size == 1 or all(ref() is None for ref in before), "the rows before are kept"
         if not shard.rows:
             return []
         columns = [shard.block(i).reshape(shard.rows, -1) for i in range(len(shard.blocks))]

@@ -20,19 +20,20 @@ _BITS = 16
 _ROUND_BYTES = 4 << 20
 
 
-def deal_by_hash(spec: TrainSpec, shard: Shard, ranks: Ranks) -> Shard:
-    """This rank's part of all rows; every rank calls it. Until it returns both shards are kept."""
-    if ranks.size == 1:
-        return shard
+def deal_by_hash(spec: TrainSpec, shard: Shard, ranks: Ranks) -> None:
+    """Puts this rank's part of all rows in the place of the rows of `shard`; every rank calls it. Until it
+    returns both are kept. Does nothing the second time."""
+    if ranks.size == 1 or shard.is_dealt:
+        return
     _, blocks = compare_shards(shard, ranks)
-    shard = Shard(shard.rows, blocks, shard.maps, shard.nulls)
+    own = Shard(shard.rows, blocks, shard.maps, shard.nulls)
     on_host = 1 if ranks.group is None else ranks.group.local_size
     config = Config.from_env()
     memory_bytes = spec.shard_memory_bytes or config.shard_memory_bytes or default_memory_bytes(on_host)
     files = BlockFiles([b.role for b in blocks], memory_bytes, spec.shard_dir or config.shard_dir)
     try:
-        exchange_rows(shard, destinations(shard, ranks), ranks, files)
-        return Shard.attach(files.fds, files.describe(describe_blocks(blocks), shard.nulls))
+        exchange_rows(own, destinations(own, ranks), ranks, files)
+        shard.become(Shard.attach(files.fds, files.describe(describe_blocks(blocks), shard.nulls)))
     finally:
         files.close()
 

@@ -97,7 +97,7 @@ class _Loop:
         spec, framework = self._spec, self._framework
         self._checkpoints.open()
         if spec.row_order == "global":
-            self._shard = deal_by_hash(spec, self._shard, self._ranks)
+            deal_by_hash(spec, self._shard, self._ranks)
         rows = agree_on_rows(spec, self._shard, self._ranks, fingerprint=self._checkpoints.enabled)
         self._data = examine_shard(self._shard, self._ranks)
         framework.prepare(spec, self._ranks, self._shard)

@@ -200,6 +200,8 @@ class Shard:
         self.nulls = dict(nulls or {})
         self.blocks = tuple(blocks)
         self.maps = tuple(maps)
+        #: Its rows are those that this rank got of all ranks' (`exchange.deal_by_hash`).
+        self.is_dealt = False
         self._hashes: np.ndarray | None = None
 
     @classmethod
@@ -219,6 +221,12 @@ class Shard:
                 )
             maps.append(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8))
         return cls(rows, blocks, maps, head["nulls"], head["spilled"])
+
+    def become(self, dealt: Shard) -> None:
+        """Takes the rows of `dealt`. The old ones are unmapped, whoever holds this shard, once no array over
+        them is in use."""
+        self.rows, self.blocks, self.maps, self.spilled = dealt.rows, dealt.blocks, dealt.maps, dealt.spilled
+        self.nulls, self._hashes, self.is_dealt = dealt.nulls, None, True
 
     def of_role(self, role: str) -> list[int]:
         """Indices of the blocks with this role."""
