@@ -163,7 +163,8 @@ class _Task:
             pass  # Spark uses a worker again only if it has read its input to the end
         listener = Listener.bind(plan.config)
         stack.callback(listener.close)
-        env = {**plan.env, "HVD_SHARD_DIR": _shard_dir(plan.config) or ""}
+        own = replace(plan.config, shard_dir=_shard_dir(plan.config) or "")
+        env = {**own.to_env(), **plan.env}
         process = template.fork(payload, fds=fds, env=env, threads=threads)
         for fd in fds:
             os.close(fd)
