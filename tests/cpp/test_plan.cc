@@ -505,4 +505,31 @@ TEST(a_stall_names_the_fused_batch_and_the_rank) {
   CHECK_EQ(warnings.load(), 1);
 }
 
+// All have handed everything over, and so nobody waits for a fused batch: only who has not called End is
+// named, not who waits in it like this rank. On the second layout rank 2 owns no slice.
+TEST(a_stall_at_the_end_names_who_has_not_ended) {
+  for (const Layout& layout : {Layout{3}, Layout{3, 1}}) {
+    World world(layout, MakeSpec({100, 100}, {100, 100}));
+    world.stall_shutdown = std::chrono::milliseconds(100);
+    std::atomic<int> given = 0, done = 0;
+    world.Run([&](int rank, Plan& plan) {
+      std::vector<float> x(100), y(100);
+      while (rank == 1 && given < world.size() - 1)
+        std::this_thread::yield();  // so it reduces its slices at once
+      CHECK(plan.Begin().ok() && plan.Ready(0, x.data()).ok() && plan.Ready(1, y.data()).ok());
+      ++given;
+      if (rank == 1) {
+        while (done < world.size() - 1) std::this_thread::yield();
+        return;
+      }
+      const auto result = plan.End(0, Clock::now() + kForEver);
+      CHECK(!result.ok());
+      const std::string text(result.status().text());
+      const bool names_it = text.find("'plan', not ended by rank 1 for") != text.npos;
+      if (rank != 3 && !names_it) CHECK_EQ(text, "...");  // shows it
+      ++done;
+    });
+  }
+}
+
 }  // namespace hvd
