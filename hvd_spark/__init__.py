@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .estimator import HorovodEstimator, TorchEstimator
     from .horovod_runner import HorovodRunner
     from .model import HorovodModel, TorchModel
+    from .quality import examine
     from .runner import run
     from .store import LocalStore, Store
 
@@ -44,6 +45,7 @@ __all__ = [
     "TorchEstimator",
     "TorchModel",
     "errors",
+    "examine",
     "run",
 ]
 
@@ -56,11 +58,16 @@ _LATE = {
     "Store": "store",
     "TorchEstimator": "estimator",
     "TorchModel": "model",
+    "examine": "quality",
     "run": "runner",
 }
 
 
 def __getattr__(name: str) -> object:
+    if name in ("KerasEstimator", "KerasModel"):
+        raise ImportError(
+            f"hvd_spark.{name}: Keras is not supported yet; TorchEstimator trains torch modules"
+        )
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

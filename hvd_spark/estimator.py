@@ -209,7 +209,8 @@ def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[Horov
         verbose=spec.verbose,
         start_timeout_s=planned[0].stage.getStartTimeoutS(),  # type: ignore[attr-defined]
     )
-    outcome = launch(frame, job)
+    with spec.telling_failure():
+        outcome = launch(frame, job)
     results = rank.unpickled(outcome.results[0])
     return [
         _model(one, layout, _checked(result, outcome, one.spec))

@@ -23,7 +23,7 @@ from hvd_core.train.torch_model import run_model
 from . import preflight, session
 from .columns import arrow_type, columns_of
 from .horovod_names import with_shapes
-from .outputs import Wanted, columns_for
+from .outputs import OutColumn, Wanted, columns_for
 from .params import KNOBS, Knob, Knobs, provide
 from .parcel import Parcel
 from .persist import Stored, columns_from_json, columns_to_json
@@ -155,6 +155,16 @@ class HorovodModel(Model, Knobs, Stored):
         neutral = dataset.toDF(*(f"c{i}" for i in range(len(schema))))
         whole = T.StructType([*schema.fields, *(field for field, _ in added)])
         return session.map_in_arrow(neutral, serve, whole, barrier=False)
+
+    def form(
+        self, schema: T.StructType | None = None
+    ) -> tuple[Layout, tuple[OutputSpec, ...], list[OutColumn]]:
+        """How columns feed the model, its outputs, and the columns that `transform` adds for them. schema: of
+        a DataFrame, needed when the model was not fitted by hvd, or InvalidArgument is raised."""
+        if schema is None and (self._trained is None or self._trained[1] != self._values(_FEEDING)):
+            raise InvalidArgument("this model was not fitted by hvd: set like=df, which has its columns")
+        layout, specs = self._form(schema if schema is not None else T.StructType())
+        return layout, specs, [column for _, column in columns_for(specs, self._wanted())]
 
     def _wanted(self) -> Wanted:
         names = ("prediction_col", "probability_col", "raw_prediction_col", "heads", "threshold")

@@ -11,7 +11,9 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql import types as T
 
-from hvd_core.train import OutputSpec, predict
+from hvd_core.train import OutputSpec
+from hvd_core.train.heads import column, has_probability
+from hvd_core.train.predict import head_for
 
 from .columns import arrow_type, spark_type
 
@@ -43,13 +45,7 @@ class OutColumn:
 
     def of(self, outputs: Sequence[np.ndarray]) -> pa.Array:
         """The column for the outputs (rows, *shape) of a batch."""
-        output = outputs[self.output]
-        if self.what == "prediction":
-            rows = predict.prediction(self.head, output, self.threshold)
-        elif self.what == "probability":
-            rows = predict.probability(self.head, output)
-        else:
-            rows = predict.raw_prediction(self.head, output)
+        rows = column(self.what, self.head, outputs[self.output], self.threshold)
         if self.form == "flat":
             return pa.array(rows.reshape(len(rows)), self.type)
         return as_vectors(rows, self.type) if self.form == "vector" else as_lists(rows, self.type)
@@ -59,9 +55,9 @@ def columns_for(specs: Sequence[OutputSpec], wanted: Wanted) -> list[tuple[T.Str
     """In the order in which they are added. Raises InvalidArgument for an unknown head."""
     found = []
     for i, spec in enumerate(specs):
-        head = predict.head_for(wanted.heads[i] if i < len(wanted.heads) else "output", spec)
+        head = head_for(wanted.heads[i] if i < len(wanted.heads) else "output", spec)
         found.append(_prediction(i, spec, head, wanted))
-        if predict.has_probability(head) and wanted.probability:
+        if has_probability(head) and wanted.probability:
             found.append(_vector(_numbered(wanted.probability, i), i, "probability", head))
         if head != "output" and wanted.raw:
             found.append(_vector(_numbered(wanted.raw, i), i, "raw", head))

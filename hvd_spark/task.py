@@ -250,11 +250,12 @@ class _Task:
 
     def _tell(self, records: list[dict[str, Any]]) -> None:
         if self.feed is not None and self.feed.connected:
-            self.feed.send([{**record, "rank": self.rank} for record in records])
+            own = {"rank": self.rank, "host": socket.gethostname()}
+            self.feed.send([{**record, **own} for record in records])
             return
         for record in records:
             if record["kind"] in ("output", "log"):
-                print(f"[{self.rank}] {record['line']}", file=sys.stderr, flush=True)
+                print(f"[{self.rank}@{socket.gethostname()}] {record['line']}", file=sys.stderr, flush=True)
 
     def _failed(self, end: Failed) -> pa.RecordBatch:
         """Our rank ended badly: tell the other supervisors, unless one of them is about to tell us why."""

@@ -140,18 +140,37 @@ def test_a_driver_that_does_not_read_never_blocks_a_rank(server: FeedServer) -> 
 def test_piped_progress_is_plain_lines() -> None:
     out, err = StringIO(), StringIO()
     progress = Progress(out=out, err=err)
-    progress.take({"kind": "output", "rank": 1, "line": "hello"})
+    progress.take({"kind": "output", "rank": 1, "host": socket.gethostname(), "line": "hello"})
+    progress.take({"kind": "output", "rank": 2, "host": "host-b", "line": "there"})
     step = {"kind": "progress", "rank": 0, "epochs": 2, "steps": 4, "rows_per_s": 1234.5, "loss": 0.5}
     progress.take({**step, "epoch": 0, "step": 1})
     progress.take({**step, "epoch": 0, "step": 2})
     progress.take({**step, "epoch": 0, "step": 3, "history": {"loss": 0.5, "val_loss": 0.75, "seconds": 1.0}})
     progress.close()
-    assert out.getvalue() == "[1] hello\n"
+    assert out.getvalue() == "[1] hello\n[2@host-b] there\n"
     lines = err.getvalue().splitlines()
     assert lines == [
         "epoch 1/2 step 2/4  1,234 rows/s  loss 0.5",
         "epoch 1/2  1,234 rows/s  loss 0.5  val_loss 0.75",
     ]
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_in_a_terminal_is_a_bar() -> None:
+    out, err = StringIO(), Terminal()
+    progress = Progress(out=out, err=err)
+    step = {"kind": "progress", "rank": 0, "epochs": 2, "steps": 4, "rows_per_s": 1234.5, "loss": 0.5}
+    progress.take({**step, "epoch": 0, "step": 1})
+    progress.take({"kind": "log", "rank": 1, "line": "hello"})
+    progress.take({**step, "epoch": 1, "step": 3, "history": {"loss": 0.25}})
+    progress.close()
+    assert out.getvalue() == "[1] hello\n", "beside the bar"
+    last = err.getvalue().split("\r")[-1]
+    assert last.startswith("epoch 2/2: 100%") and "8/8" in last and "loss 0.25" in last and "\n" in last
 
 
 def test_quiet_progress() -> None:

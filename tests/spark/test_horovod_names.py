@@ -15,7 +15,7 @@ import hvd_core.torch as hvd
 from hvd_spark import HorovodEstimator, InvalidArgument, LocalStore, Store, TorchEstimator, TorchModel
 from hvd_spark.horovod_names import INSTEAD, WITHOUT_EFFECT
 from hvd_spark.params import ALIASES, KNOBS
-from hvd_spark.store import FilesystemStore, HDFSStore
+from hvd_spark.store import FilesystemStore, HDFSStore, new_run_id
 
 from . import nets
 
@@ -139,4 +139,5 @@ def test_where_a_store_keeps_its_runs() -> None:
     store = Store.create("s3://b/jobs?region=eu-west-1", save_runs=False, train_path="s3://b/train")
     assert store.get_run_path("a") == "s3://b/jobs/runs/a?region=eu-west-1"
     assert not store.saving_runs
+    assert len({new_run_id() for _ in range(100)}) == 100, "also within a second"
     assert Store("/x", runs_path="/y").get_checkpoint_path("a") == "/y/a"

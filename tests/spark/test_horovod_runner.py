@@ -76,10 +76,11 @@ def test_bad_arguments() -> None:
 
 def log_metrics() -> str:
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # a server would need none
-    import mlflow
+    import mlflow.pytorch
 
     import hvd_core.torch as hvd
 
+    mlflow.pytorch.autolog()
     hvd.init()
     if hvd.rank() == 0:
         for epoch in range(3):

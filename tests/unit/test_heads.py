@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hvd_core.errors import InvalidArgument
-from hvd_core.train import OutputSpec, TrainSpec, predict
+from hvd_core.train import OutputSpec, TrainSpec, heads, predict
 from hvd_spark.serve import gpu_index
 
 
@@ -50,9 +50,9 @@ def test_only_where_the_form_fits() -> None:
 def test_large_logits_do_not_overflow() -> None:
     x = np.array([[-1e4, 0.0, 1e4], [3.0, 3.0, 3.0]], np.float32)
     want = torch.softmax(torch.tensor(x, dtype=torch.float64), 1).numpy()
-    np.testing.assert_allclose(predict.probability("softmax", x), want)
+    np.testing.assert_allclose(heads.probability("softmax", x), want)
     with np.errstate(over="raise", invalid="raise"):
-        one = predict.probability("sigmoid", np.array([-1e4, 0.0, 1e4], np.float32))
+        one = heads.probability("sigmoid", np.array([-1e4, 0.0, 1e4], np.float32))
     np.testing.assert_array_equal(one[:, 1], [0.0, 0.5, 1.0])
     np.testing.assert_allclose(one.sum(1), 1.0)
 

@@ -122,6 +122,25 @@ def test_without_an_active_run_it_makes_one_and_ends_it(mlflow: Any) -> None:
     assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
 
 
+def test_a_run_of_its_own_fails_with_the_fit(mlflow: Any) -> None:
+    class Breaks:
+        def __init__(self, error: BaseException):
+            self.error = error
+
+        def on_epoch_end(self, run: Any, logs: Any) -> None:
+            raise self.error
+
+    client = mlflow.MlflowClient()
+    for error, status in ((ValueError("boom"), "FAILED"), (KeyboardInterrupt(), "KILLED")):
+        with pytest.raises(type(error)):
+            fit(MLflow(), Breaks(error))
+        newest, *_ = client.search_runs(["0"], order_by=["attributes.start_time DESC"])
+        assert newest.info.status == status
+    with mlflow.start_run() as run, pytest.raises(ValueError):
+        fit(MLflow(), Breaks(ValueError("boom")))
+    assert client.get_run(run.info.run_id).info.status == "FINISHED", "the user's run is the user's"
+
+
 def test_a_second_fit_goes_to_the_same_run(mlflow: Any) -> None:
     """As in a cross-validation; MLflow lets nobody change a parameter."""
     with mlflow.start_run() as run:

@@ -34,7 +34,8 @@ def fit_local(
     layout = plan_layout(columns_of(table.schema), spec)
     shard = shard_of(table, layout, memory_bytes=spec.shard_memory_bytes, directory=spec.shard_dir)
     copied = cloudpickle.loads(cloudpickle.dumps(spec))
-    return fit_shard(copied, shard, group, on_progress=on_progress)
+    with spec.telling_failure():
+        return fit_shard(copied, shard, group, on_progress=on_progress)
 
 
 def shard_of(

@@ -19,7 +19,7 @@ from .framework import Batch, Framework, Totals, framework_for
 from .order import EpochPlan, Request, requests
 from .progress import Best
 from .quality import examine_shard, troubles
-from .ranks import Ranks
+from .ranks import Ranks, places_of
 from .result import FitResult, OutputSpec
 from .resume import Checkpoints, EpochSums
 from .shard import Shard
@@ -100,6 +100,7 @@ class _Loop:
             deal_by_hash(spec, self._shard, self._ranks)
         rows = agree_on_rows(spec, self._shard, self._ranks, fingerprint=self._checkpoints.enabled)
         self._data = examine_shard(self._shard, self._ranks)
+        self._places = places_of(self._ranks)
         framework.prepare(spec, self._ranks, self._shard)
         outputs = find_outputs(framework, self._shard, self._ranks, rows.rows)
         framework.bind_outputs(len(outputs))
@@ -351,6 +352,7 @@ class _Loop:
             f"learning rate {history[0]['lr'] if history else self._framework.learning_rate:g}"
             + (f" ({spec.lr_scaling} scaling with the number of ranks)" if spec.lr_scaling else ""),
             f"{len(history)} epochs, {', '.join(f'{k} {v:.2f} s' for k, v in progress.seconds.items())}",
+            *self._places,
             *troubles(self._data)[:20],
             *self._checkpoints.notes,
         ]

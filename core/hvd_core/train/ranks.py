@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,3 +55,14 @@ class Ranks:
     def long_phase(self, name: str, timeout_s: float) -> AbstractContextManager[None]:
         """Around what only this rank does while the others wait; see `Group.long_phase`."""
         return nullcontext() if self.group is None else self.group.long_phase(name, timeout_s)
+
+
+def places_of(ranks: Ranks) -> list[str]:
+    """A line for each host: which ranks are there, and on what they compute. Every rank calls it."""
+    hosts = [data.decode() for data in ranks.gather(platform.node().encode(), "places")]
+    lines = []
+    for host, places in groupby(range(ranks.size), lambda rank: hosts[rank]):
+        first, *more = places
+        who = f"ranks {first} to {more[-1]}" if more else f"rank {first}"
+        lines.append(f"{who} on {host} (cpu)")
+    return lines

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -141,7 +142,8 @@ class TrainSpec:
     sync_batchnorm: bool = False
     early_stopping: EarlyStopping | None = None
     #: Objects with any of on_train_begin(run), on_batch_end(run, batch), on_epoch_end(run, logs),
-    #: on_train_end(run); a plain function is on_epoch_end. Called on every rank.
+    #: on_train_end(run); a plain function is on_epoch_end. Called on every rank. on_fit_failed(error) is
+    #: called in the process that called fit.
     callbacks: Sequence[Any] = ()
     #: Parameters of all ranks are compared every so many steps; None: each epoch.
     checksum_steps: int | None = None
@@ -180,6 +182,17 @@ class TrainSpec:
         _check_checkpoints(self)
         _check(self)
 
+    @contextmanager
+    def telling_failure(self) -> Iterator[None]:
+        """Around a fit, in the process that asked for it: tells the callbacks when it fails."""
+        try:
+            yield
+        except BaseException as error:
+            for callback in self.callbacks:
+                if hasattr(callback, "on_fit_failed"):
+                    callback.on_fit_failed(error)
+            raise
+
     @property
     def losses(self) -> tuple[Any, ...]:
         """The loss functions, one for all labels or one for each."""
@@ -206,7 +219,7 @@ class TrainSpec:
 
 #: Keys of a history entry that are not metrics.
 _HISTORY = {"epoch", "loss", "rows", "steps", "lr", "seconds", "data", "compute", "communication"}
-_EVENTS = ("on_train_begin", "on_batch_end", "on_epoch_end", "on_train_end")
+_EVENTS = ("on_train_begin", "on_batch_end", "on_epoch_end", "on_train_end", "on_fit_failed")
 _ALWAYS_SHOWN = {"feature_cols", "label_cols", "epochs", "seed"}
 _UNSAID: tuple[Any, ...] = (None, (), {}, 0, 0.0, False)
 

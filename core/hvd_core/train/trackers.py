@@ -8,6 +8,7 @@ warning.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 import warnings
@@ -22,6 +23,7 @@ from .storage import shown
 if TYPE_CHECKING:
     from .loop import Run
 
+_TAG = "hvd.fit"
 #: MLflow refuses longer ones.
 _PARAM_LENGTH = 500
 
@@ -34,8 +36,9 @@ class MLflow:
 
     Make it on the driver: it takes the active run and the tracking URI of the process that makes it. With
     neither an active run nor `run_id`, or with `experiment` (a name; created if need be), rank 0 begins a run
-    of its own and ends it. A run that was there before is left as it was, still active. The ranks need mlflow
-    (or mlflow-skinny) and a tracking server, or directory, that they can reach.
+    of its own and ends it; when the fit fails, the process that called it ends the run as FAILED. A run that
+    was there before is left as it was, still active. The ranks need mlflow (or mlflow-skinny) and a tracking
+    server, or directory, that they can reach.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class MLflow:
         self.run_id = run_id
         self._uri = _absolute(tracking_uri or mlflow.get_tracking_uri())
         self._experiment, self._run_name = experiment, run_name
+        #: By which the driver finds the runs that ranks began.
+        self._fit = secrets.token_hex(8)
         self._owns = False
         self._warned = False
 
@@ -61,7 +66,10 @@ class MLflow:
             return
         client = self._client()
         if self.run_id is None:
-            made = client.create_run(_experiment_id(client, self._experiment), run_name=self._run_name)
+            self._end_all(client, "FAILED")  # of an attempt whose rank was lost
+            made = client.create_run(
+                _experiment_id(client, self._experiment), run_name=self._run_name, tags={_TAG: self._fit}
+            )
             self.run_id = made.info.run_id
             self._owns = True
         from mlflow.entities import Param
@@ -84,6 +92,16 @@ class MLflow:
         if run.rank == 0 and self._owns:
             self._try(lambda client: client.set_terminated(self.run_id))
 
+    def on_fit_failed(self, error: BaseException) -> None:
+        if self.run_id is None:
+            status = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+            self._try(lambda client: self._end_all(client, status))
+
+    def _end_all(self, client: Any, status: str) -> None:
+        unfinished = f"tags.`{_TAG}` = '{self._fit}' and attributes.status = 'RUNNING'"
+        for run in client.search_runs([_experiment_id(client, self._experiment)], unfinished):
+            client.set_terminated(run.info.run_id, status)
+
     def _client(self) -> Any:
         return _imported("mlflow", "mlflow").MlflowClient(tracking_uri=self._uri)
 
@@ -93,7 +111,7 @@ class MLflow:
         except Exception as error:  # noqa: BLE001  whatever a server says; training is worth more than its log
             if not self._warned:
                 warnings.warn(
-                    f"MLflow run {self.run_id} at {self._uri} was not written: {error!r}", stacklevel=2
+                    f"MLflow run {self.run_id or ''} at {self._uri} was not written: {error!r}", stacklevel=2
                 )
             self._warned = True
 

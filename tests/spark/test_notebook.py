@@ -1,0 +1,141 @@
+"""In a real kernel: progress and what ranks print are in the cell; an interrupt ends the ranks."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_spark.cell import as_html
+
+SETUP = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from pyspark.sql import SparkSession
+import hvd_spark
+
+spark = (SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+         .config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1")
+         .config("spark.ui.showConsoleProgress", "false").getOrCreate())
+spark.sparkContext.setLogLevel("OFF")
+df = spark.range(400).selectExpr("id / 400.0d AS x", "id / 200.0d AS y")
+
+class Say:
+    def on_epoch_end(self, run, logs):
+        if run.epoch == 0:
+            print(f"rank {run.rank} is {os.getpid()}", flush=True)
+
+def fit(epochs):
+    return hvd_spark.HorovodEstimator(
+        model=nn.Linear(1, 1), optimizer=lambda p: torch.optim.SGD(p, 0.01), loss=nn.MSELoss(),
+        feature_cols="x", label_cols="y", num_proc=2, batch_size=4, epochs=epochs, callbacks=[Say()],
+    ).fit(df)
+"""
+
+
+class Notebook:
+    """A kernel and what its cells say."""
+
+    def __init__(self, folder: Path):
+        from jupyter_client import KernelManager
+
+        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "k"))
+        self.manager.start_kernel(env={**os.environ, "IPYTHONDIR": str(folder), "PYTHONPATH": os.getcwd()})
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+    def cell(self, code: str, until: str = "", timeout_s: float = 120) -> list[dict[str, Any]]:
+        """Runs a cell to its end, or until its text has `until`; returns its messages."""
+        self.client.execute(code)
+        return self.messages(until, timeout_s)
+
+    def messages(self, until: str = "", timeout_s: float = 120) -> list[dict[str, Any]]:
+        """Of the cell that runs."""
+        found: list[dict[str, Any]] = []
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                message = self.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            found.append(message)
+            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                return found
+            if until and until in said(found):
+                return found
+        raise AssertionError(f"the cell did not end: {said(found)[-2000:]}")
+
+
+def said(messages: list[dict[str, Any]], name: str = "stdout") -> str:
+    return "".join(
+        m["content"]["text"] for m in messages if m["msg_type"] == "stream" and m["content"]["name"] == name
+    )
+
+
+def errors(messages: list[dict[str, Any]]) -> list[str]:
+    return [m["content"]["ename"] for m in messages if m["msg_type"] == "error"]
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Notebook]:
+    pytest.importorskip("ipykernel")
+    made = Notebook(tmp_path)
+    yield made
+    made.close()
+
+
+def pids(text: str) -> list[int]:
+    return [int(line.split()[-1]) for line in text.splitlines() if " is " in line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400, func_only=True)
+@pytest.mark.filterwarnings("ignore")
+def test_an_interrupted_fit_leaves_no_rank_and_a_kernel_that_goes_on(notebook: Notebook) -> None:
+    assert errors(notebook.cell(SETUP)) == []
+    running = notebook.cell("fit(epochs=10**6)", until=" is ")
+    while len(ranks := pids(said(running))) < 2:
+        running += notebook.messages(until=" is ")
+    assert len(ranks) == 2 and all(Path(f"/proc/{pid}").exists() for pid in ranks)
+    notebook.manager.interrupt_kernel()
+    begun = time.monotonic()
+    assert errors(notebook.messages(timeout_s=60)) == ["KeyboardInterrupt"]
+    assert time.monotonic() - begun < 15
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "gone when the cell has ended"
+
+    done = notebook.cell("model = fit(epochs=3); model")
+    assert errors(done) == [] and notebook.manager.is_alive()
+    assert sorted(line[:13] for line in said(done).splitlines()) == ["[0] rank 0 is", "[1] rank 1 is"]
+    (first, *_) = [m["content"] for m in done if m["msg_type"] == "display_data"]
+    updates = [m["content"] for m in done if m["msg_type"] == "update_display_data"]
+    assert {u["transient"]["display_id"] for u in updates} == {first["transient"]["display_id"]}
+    last = updates[-1]["data"]
+    assert last["text/plain"].startswith("epoch 3/3") and 'value="1.0000"' in last["text/html"]
+    assert "polyline" in last["text/html"] and "epoch 1/3" not in said(done, "stderr")
+    (shown,) = [m["content"]["data"] for m in done if m["msg_type"] == "execute_result"]
+    assert "<td>3 (best)</td>" in shown["text/html"], "the fitted model as a table"
+
+    failed = notebook.cell("hvd_spark.run(lambda: undefined_name, num_proc=2)")
+    assert errors(failed) == ["RankFailed"]
+    again = notebook.cell("print(hvd_spark.run(lambda: 7, num_proc=2))")
+    assert said(again) == "[7, 7]\n"
+
+
+def test_what_a_cell_shows() -> None:
+    assert as_html("epoch <1>", 0.5, [1.0]) == (
+        '<div><progress value="0.5000" max="1"></progress> <code>epoch &lt;1&gt;</code> </div>'
+    )
+    drawn = as_html("", 1.0, [3.0, float("nan"), 1.0])
+    assert 'points="0.0,1.0 160.0,23.0"' in drawn
