@@ -45,6 +45,7 @@ std::shared_ptr<Plan> Group::JoinPlan(const PlanOffer& offer) {
   host.has_cpu_for_each = meeting.has_cpu_for_each;
   host.stall_warn = meeting.stall_warn;
   host.stall_shutdown = meeting.stall_shutdown;
+  host.long_phases = &engine_->long_phases();
   host.trace = [this] { return engine_->tracer().trace(); };
   auto plan = std::make_shared<Plan>(offer.spec, std::move(host));
   MutexLock lock(mutex_);

@@ -9,10 +9,17 @@ from dataclasses import replace
 import pytest
 
 from hvd_core import Config
-from tests.ranks.plan_calls import stay_away, step_until_it_fails
+from tests.ranks.plan_calls import (
+    end_a_step,
+    end_a_step_after_a_long_phase,
+    make_plan_only,
+    stay_away,
+    step_until_it_fails,
+    use_in_a_child,
+)
 
 from .calls import add_until_it_fails
-from .ranks import bound_ranks, connect
+from .ranks import bound_ranks, connect, connected_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -75,3 +82,28 @@ def test_a_stall_of_a_plan_has_one_text_on_all_ranks(layout: tuple[int, ...]) ->
             beyond = "not back from the host of" if layout == (1, 1) else "not handed over by"
             assert f"fused batch of 't0', {beyond} rank 1 for" in text
             assert "stall_shutdown_s" in text
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 1)])
+def test_a_declared_phase_is_no_stall_of_a_plan(layout: tuple[int, ...]) -> None:
+    with bound_ranks(2, _configs(layout, stall_warn_s=0.2, stall_shutdown_s=0.6)) as ranks:
+        assert not any(isinstance(answer, Exception) for answer in connect(ranks))
+        for rank in ranks:
+            rank.start(make_plan_only)
+        assert [rank.result() for rank in ranks] == [None, None]
+        for phased in (0, 1):
+            ranks[1 - phased].start(end_a_step)
+            assert ranks[phased].call(end_a_step_after_a_long_phase, 1.5)[:2] == ("none", "")
+            assert ranks[1 - phased].result()[:2] == ("none", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_plan_refuses_to_work_and_ends_nothing() -> None:
+    with connected_ranks(2) as ranks:
+        for rank in ranks:
+            rank.start(use_in_a_child)
+        for rank in ranks:
+            lines, status = rank.result()
+            assert status == 0
+            assert len(lines) == 2
+            assert all("forked" in line for line in lines)

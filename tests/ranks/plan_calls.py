@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import select
 import time
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_core import Average, Group, Sum
-from hvd_core.errors import HorovodInternalError, MismatchError
+from hvd_core.errors import HorovodInternalError, InvalidArgument, MismatchError
 
 COUNTS = [3, 70_000, 1, 500_000, 4096, 1_200_000, 17]
 
@@ -104,6 +106,37 @@ def end_a_step(group: Group) -> tuple[str, str, float]:
     except HorovodInternalError as error:
         return type(error).__name__, str(error), time.monotonic()
     return "none", "", time.monotonic()
+
+
+def end_a_step_after_a_long_phase(group: Group, seconds: float) -> tuple[str, str, float]:
+    """Lets the others wait in their step while it is in a declared phase."""
+    with group.long_phase("checkpoint", timeout_s=30.0):
+        select.select([group.fileno()], [], [], seconds)
+    return end_a_step(group)
+
+
+def use_in_a_child(group: Group) -> tuple[list[str], int]:
+    """What a forked child says that begins a step and aborts, and its exit status after it has let go of the
+    plan."""
+    plan = make_plan(group)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for use in (plan.begin, lambda: group.abort("from the child")):
+            try:
+                use()
+            except InvalidArgument as error:
+                os.write(write, f"{error}\n".encode())
+        del plan, use
+        gc.collect()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        lines = said.read().splitlines()
+    plan.begin()
+    plan.end(0)  # the parent's goes on
+    return lines, status
 
 
 def stay_away(group: Group) -> tuple[str, str]:

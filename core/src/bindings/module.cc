@@ -97,7 +97,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("cross_size", [](const GroupFace& face) { return face.group().topology().hosts(); })
       .def("empty", &Empty, "nbytes"_a)
       .def(
-          "abort", [](GroupFace& face, const std::string& reason) { face.group().Abort(reason); }, "reason"_a)
+          "abort",
+          [](GroupFace& face, const std::string& reason) {
+            face.Check();
+            face.group().Abort(reason);
+          },
+          "reason"_a)
       .def(
           "begin_phase",
           [](GroupFace& face, const std::string& name, double timeout_s) {
@@ -113,11 +118,16 @@ NB_MODULE(_native, m) {
           "path"_a, "mark_cycles"_a)
       .def("stop_timeline",
            [](GroupFace& face) {
+             face.Check();
              const Unlocked unlocked;
              face.group().StopTimeline();
            })
       .def("close", &GroupFace::Close)
-      .def("check", [](const GroupFace& face) { RaiseIfError(face.group().status()); })
+      .def("check",
+           [](const GroupFace& face) {
+             face.Check();
+             RaiseIfError(face.group().status());
+           })
       .def("fileno", [](const GroupFace& face) { return face.group().death_fd(); })
       .def("stats", &Stats);
 

@@ -102,6 +102,8 @@ class Engine {
   virtual bool HasLeft(int rank) const = 0;
   // How many plans have given the data links of plans back, of those that have had them.
   virtual uint32_t plan_links_returned() const = 0;
+  // Which ranks are rightly waited for.
+  virtual const LongPhases& long_phases() const = 0;
   virtual const Counters& counters() const = 0;
   // Start, Stop and trace() are for any thread.
   virtual Tracer& tracer() = 0;

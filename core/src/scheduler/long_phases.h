@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/status.h"
 #include "transport/exchange.h"
 
@@ -21,10 +22,11 @@ struct PhaseNews {
   double timeout_s = 0;  // it takes at most so long
 };
 
-// Who is in a declared phase. Lives on the coordinator; no clock of its own.
+// Who is in a declared phase, as every rank hears it. No clock of its own; any thread.
 class LongPhases {
  public:
-  void Hear(int rank, const PhaseNews& news, Clock::time_point now) {
+  void Hear(int rank, const PhaseNews& news, Clock::time_point now) EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
     if (news.begins) {
       open_.push_back({rank, news.name, now, now + Seconds(news.timeout_s)});
       return;
@@ -38,14 +40,16 @@ class LongPhases {
   }
 
   // Waiting was legal until then: a stall is counted from here at the earliest.
-  Clock::time_point ExcusedUntil(Clock::time_point now) const {
+  Clock::time_point ExcusedUntil(Clock::time_point now) const EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
     Clock::time_point latest = ended_;
     for (const Phase& phase : open_) latest = std::max(latest, std::min(now, phase.until));
     return latest;
   }
 
   // "; rank 2 is in 'checkpoint' for 40 s of at most 300 s"; empty if nobody is in a phase.
-  std::string Describe(Clock::time_point now) const {
+  std::string Describe(Clock::time_point now) const EXCLUDES(mutex_) {
+    MutexLock lock(mutex_);
     std::string text;
     for (const Phase& phase : open_) {
       text += "; rank " + std::to_string(phase.rank) + " is in '" + phase.name + "' for " +
@@ -62,8 +66,9 @@ class LongPhases {
     Clock::time_point until;
   };
 
-  std::vector<Phase> open_;
-  Clock::time_point ended_ = Clock::time_point::min();
+  mutable Mutex mutex_;
+  std::vector<Phase> open_ GUARDED_BY(mutex_);
+  Clock::time_point ended_ GUARDED_BY(mutex_) = Clock::time_point::min();
 };
 
 }  // namespace hvd

@@ -203,7 +203,7 @@ Status Scheduler::HandleFrames() {
         Reader in(frame->payload);
         PhaseNews news{in.Get<uint8_t>() != 0, {}, in.Get<double>()};
         news.name = in.GetString();
-        if (!in.ok() || !IsCoordinator()) return Broken(frame->peer, "phase");
+        if (!in.ok()) return Broken(frame->peer, "phase");
         long_phases_.Hear(frame->peer, news, Clock::now());
         break;
       }
@@ -249,12 +249,12 @@ Status Scheduler::TellMailboxes(const Round& round) {
 }
 
 void Scheduler::TellPhase(const PhaseNews& news) {
-  if (IsCoordinator()) return long_phases_.Hear(0, news, Clock::now());
+  long_phases_.Hear(options_.rank, news, Clock::now());
   Writer payload;
   payload.Put(static_cast<uint8_t>(news.begins));
   payload.Put(news.timeout_s);
   payload.PutString(news.name);
-  exchange_->Post(0, FrameKind::kPhase, payload.Take());
+  exchange_->PostAll(FrameKind::kPhase, payload.Take());
 }
 
 }  // namespace hvd

@@ -51,10 +51,6 @@ uint64_t Nanoseconds(Clock::duration duration) {
   return static_cast<uint64_t>(std::chrono::nanoseconds(duration).count());
 }
 
-std::string SecondsText(Clock::duration duration) {
-  return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";
-}
-
 }  // namespace
 
 size_t Plan::WordsNbytes(const PlanSpec& spec, int ranks_on_host) {
@@ -89,6 +85,9 @@ Plan::Plan(PlanSpec spec, PlanHost host)
 
 Status Plan::Begin() {
   HVD_RETURN_IF_ERROR(broken_);
+  if (::getpid() != pid_)
+    return Status(Code::kInvalid,
+                  "'" + spec_.name + "' belongs to the process that this one was forked from");
   if (is_open()) return Status(Code::kInvalid, "'" + spec_.name + "': a step was begun and not ended");
   if (Status status = host_.status(); !status.ok()) return Fail(status);
   for (size_t b = 0; b < batches_.size(); ++b) {
@@ -495,6 +494,7 @@ Status Plan::Fail(Status status) {
 }
 
 void Plan::Leave() {
+  if (::getpid() != pid_) return;  // forked: the words are not mapped here, and the parent goes on
   const uint32_t step = step_.load(std::memory_order_relaxed);
   const bool is_open = open_.load(std::memory_order_seq_cst);
   const uint32_t first = is_open ? step : step + 1;
@@ -564,11 +564,19 @@ bool Plan::IsLateElsewhere() const {
 }
 
 Status Plan::CheckStall() {
-  const auto age = Clock::now() - ended_at_;
+  const auto now = Clock::now();
+  const auto age = now - ended_at_;
+  const LongPhases* const phases = host_.long_phases;
+  const auto excused_until = phases == nullptr ? Clock::time_point::min() : phases->ExcusedUntil(now);
+  const auto unexcused = now - std::max(ended_at_, excused_until);
+  const auto text = [&](const char* setting) {
+    return Waits() + " for " + WholeSeconds(age) + " (" + setting + ")" +
+           (phases == nullptr ? "" : phases->Describe(now));
+  };
   // Who waits for another host leaves it to a rank there to say who is missing.
   const auto limit = IsLateElsewhere() ? host_.stall_shutdown * 3 / 2 : host_.stall_shutdown;
-  if (host_.stall_shutdown > Clock::duration::zero() && age > limit) {
-    const Status status(Code::kTimeout, Waits() + " for " + SecondsText(age) + " (stall_shutdown_s)");
+  if (host_.stall_shutdown > Clock::duration::zero() && unexcused > limit) {
+    const Status status(Code::kTimeout, text("stall_shutdown_s"));
     host_.kill(status);
     return status;
   }
@@ -578,7 +586,7 @@ Status Plan::CheckStall() {
   for (int rank = 0; rank < host_.rank; ++rank) {
     if (HasEnded(rank)) return Status::Ok();
   }
-  Log(Level::kWarning, Waits() + " for " + SecondsText(age) + " (stall_warn_s)");
+  Log(Level::kWarning, text("stall_warn_s"));
   return Status::Ok();
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <poll.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <functional>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "collectives/chain.h"
+#include "scheduler/long_phases.h"
 #include "scheduler/plan_data.h"
 #include "scheduler/plan_layout.h"
 #include "scheduler/plan_travel.h"
@@ -43,8 +45,9 @@ struct PlanHost {
   std::shared_ptr<const void> links;                // of the chain; no other plan uses them
   bool has_cpu_for_each = false;                    // so spin a little
   Clock::duration stall_warn{};
-  Clock::duration stall_shutdown{};  // zero: never
-  std::function<Trace*()> trace;     // where notes go now; null, also the function, for nowhere
+  Clock::duration stall_shutdown{};         // zero: never
+  const LongPhases* long_phases = nullptr;  // of the Group; null: there are none
+  std::function<Trace*()> trace;            // where notes go now; null, also the function, for nowhere
 };
 
 // An allreduce, in place, of tensors that come back every step, without a control message: the ranks of a
@@ -189,6 +192,7 @@ class Plan {
   std::vector<pollfd> fds_;                   // scratch
   std::vector<uint32_t> needs_;
   Outcome outcome_;
+  const pid_t pid_ = ::getpid();
   Status broken_;
   Clock::time_point ended_at_;
   bool warned_ = false;

@@ -66,6 +66,7 @@ class Scheduler final : public Engine {
   int death_fd() const override { return death_.get(); }
   bool HasLeft(int rank) const override { return exchange_->HasLeft(rank); }
   uint32_t plan_links_returned() const override { return plan_links_->returned; }
+  const LongPhases& long_phases() const override { return long_phases_; }
   const Counters& counters() const override { return counters_; }
   Tracer& tracer() override { return tracer_; }
 
@@ -203,7 +204,6 @@ class Scheduler final : public Engine {
   Clock::time_point next_stall_check_ GUARDED_BY(baton_);
   Clock::time_point next_release_ GUARDED_BY(baton_);
   std::unordered_map<std::string, Clock::time_point> stall_warned_ GUARDED_BY(baton_);
-  LongPhases long_phases_ GUARDED_BY(baton_);
 
   // While the holder of the baton is in the program's code, the Scheduler's thread moves bytes and beats.
   Mutex lent_mutex_;
@@ -235,6 +235,7 @@ class Scheduler final : public Engine {
   std::atomic<bool> asleep_{false};        // the thread sleeps; bell_ wakes it
   std::atomic<uint64_t> drives_{0};        // how often a thread of the program took the baton
 
+  LongPhases long_phases_;
   Counters counters_;
   Tracer tracer_;  // its Step() and what else is the engine's: with the baton
   UniqueFd death_, bell_;

@@ -25,6 +25,7 @@ class Solo final : public Engine {
   int death_fd() const override { return death_read_.get(); }
   bool HasLeft(int) const override { return false; }
   uint32_t plan_links_returned() const override { return 0; }
+  const LongPhases& long_phases() const override { return long_phases_; }
   const Counters& counters() const override { return counters_; }
   Tracer& tracer() override { return tracer_; }
 
@@ -32,6 +33,7 @@ class Solo final : public Engine {
   Status Run(const Request& request, const Buffer& buffer, size_t index, Handle& handle);
   void Die(const Status& status) EXCLUDES(mutex_);
 
+  const LongPhases long_phases_;
   Counters counters_;
   Tracer tracer_;
   UniqueFd death_read_, death_write_;

@@ -17,7 +17,7 @@ enum class FrameKind : uint8_t {
   kAbort,        // the Group is dead, with the reason
   kBye,          // the sender closed the Group; its connections end next
   kTrace,        // between the Tracers
-  kPhase,        // to the coordinator: this rank begins or ends a declared phase
+  kPhase,        // this rank begins or ends a declared phase
   kRelease,      // the sender's tensors have left a segment
   kBeat,         // still there
 };
