@@ -10,8 +10,8 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
-from hvd_core.train import examine as examine_rows
 from hvd_core.train.quality import ColumnReport
+from hvd_core.train.quality import examine as examine_rows
 
 from . import preflight, session
 
