@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow")
@@ -215,6 +216,14 @@ def test_specs_and_layouts_pickle() -> None:
 def test_bad_values_are_refused_when_the_spec_is_made(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         spec_of(**{"feature_cols": ["a"], **options})
+
+
+def test_a_spec_prints_whatever_it_holds() -> None:
+    weights, rule = np.array([1.0, 0.5]), np.array([0.1, 0.2])
+    text = str(spec_of(feature_cols=["a"], label_cols=["y", "z"], loss_weights=weights, verbose=rule))
+    assert "loss_weights=(1.0, 0.5)" in text
+    assert "verbose=array([0.1, 0.2])" in text
+    assert "shapes" not in text
 
 
 def test_rules_of_early_stopping_and_scheduler() -> None:

@@ -57,6 +57,7 @@ CASES: list[tuple[str, Any, tuple[int, ...], Tensor]] = [
     ("ce ignore 2", nn.CrossEntropyLoss(weight=W3, ignore_index=2), (9, 3), CLASSES),
     ("ce pixels", nn.CrossEntropyLoss(weight=W3), (9, 3, 2, 2), PIXELS),
     ("ce probabilities", nn.CrossEntropyLoss(weight=W3), (9, 3), rand(9, 3)),
+    ("ce pixel probabilities", nn.CrossEntropyLoss(weight=W3), (9, 3, 2, 2), rand(9, 3, 2, 2)),
     ("nll", nn.NLLLoss(weight=W3), (9, 3), HOLES),
     ("multi margin", nn.MultiMarginLoss(weight=W3), (9, 3), CLASSES),
     (
@@ -117,6 +118,35 @@ def test_weights_of_zero_and_one_leave_rows_out(
     torch.testing.assert_close(value, oracle, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_in_a_row_of_weight_0_reaches_nothing(bad: float) -> None:
+    term, output, label = Term(nn.MSELoss(), None, "y"), rand(4, 1).requires_grad_(), rand(4)
+    label[1] = bad
+    keep = torch.tensor([1.0, 0.0, 0.5, 0.0]).double()
+    value, _ = term.terms(output, term.match(output, label), keep)
+    (gradient,) = torch.autograd.grad(value, output)
+    errors = (output[:, 0] - label).detach() * keep
+    torch.testing.assert_close(gradient[[0, 2], 0], 2 * errors[[0, 2]])
+    assert gradient[[1, 3], 0].tolist() == [0.0, 0.0]
+    nothing, _ = term.terms(output, term.match(output, label), torch.zeros(4))
+    assert nothing.item() == 0.0
+    assert torch.autograd.grad(nothing, output)[0].abs().sum() == 0.0
+
+
+def test_class_numbers_that_came_as_floats_or_do_not_exist_are_explained() -> None:
+    def focal(output: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, label)
+
+    with pytest.raises(LossError, match=r"dtypes=\{'y': 'int64'\}"):
+        Term(focal, "mean", "y").match(rand(9, 3), CLASSES.double())
+    with pytest.raises(LossError, match=r"Long.*dtypes=\{'y': 'int64'\}"):
+        Term(focal, "custom", "y").terms(rand(9, 3), CLASSES.double(), None)
+    with pytest.raises(
+        LossError, match=r"CrossEntropyLoss of label column 'y' \(torch.int64, 0 to 2\).*\(9, 2\)"
+    ):
+        Term(nn.CrossEntropyLoss(), None, "y").terms(rand(9, 2), CLASSES, None)
+
+
 def test_shapes_that_would_broadcast_are_errors_naming_both() -> None:
     for shape, label in (((9, 2), rand(9)), ((9, 3), rand(9, 2)), ((9,), rand(9, 9))):
         with pytest.raises(LossError) as caught:
@@ -144,6 +174,13 @@ def test_a_subclass_with_its_own_forward_is_a_function_of_the_user() -> None:
     with pytest.raises(InvalidArgument, match=r"Mine.*loss_reduction"):
         Term(Mine(), None, "y")
     assert Term(Mine(), "mean", "y").how == "mean"
+
+    class Focal(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            losses = nn.functional.cross_entropy(input, target, reduction="none")
+            return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+    assert Term(Focal(), "mean", "y").class_numbers
     for loss in (nn.CTCLoss(), nn.TripletMarginLoss(), nn.CosineEmbeddingLoss()):
         with pytest.raises(InvalidArgument, match="more than"):
             Term(loss, None, "y")

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 from hvd_core.train import order
-from hvd_core.train.order import EpochPlan, rows_in_use, split_rows, validation_counts
+from hvd_core.train.order import EpochPlan, micro_batches, rows_in_use, split_rows, validation_counts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -93,6 +93,16 @@ def test_pairs_leave_no_row_alone() -> None:
             sizes = [b - a for a, b in (plan.span(rank, s) for s in range(plan.steps))]
             assert 1 not in sizes
     assert EpochPlan((1, 4), 2, pairs=True).used_before(2) == (1, 4)
+
+
+def test_micro_batches_hold_all_rows_and_no_single_one() -> None:
+    for rows, size, pairs in itertools.product(range(20), range(1, 6), (False, True)):
+        parts = micro_batches(rows, size, pairs=pairs)
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(rows))
+        sizes = [part.stop - part.start for part in parts]
+        assert not sizes or max(sizes) <= size + pairs
+        assert not pairs or size == 1 or rows == 1 or 1 not in sizes
+    assert [p.stop - p.start for p in micro_batches(7, 3)] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("rows", SHARDS)

@@ -87,6 +87,16 @@ def test_nested_lists_are_rows_of_one_shape(values: Any) -> None:
     assert np.array_equal(rows, NESTED.reshape(2, 2, 6))
 
 
+def test_a_tensor_type_may_store_its_axes_in_another_order() -> None:
+    storage = pa.array(NESTED.reshape(2, 12).tolist(), pa.list_(pa.float32(), 12))
+    kind = pa.fixed_shape_tensor(pa.float32(), (3, 4), permutation=[1, 0])
+    values = pa.ExtensionArray.from_storage(kind, storage)
+    rows, _ = to_rows(Column.of("x", kind), values, None)
+    assert np.array_equal(rows, values.to_numpy_ndarray())
+    assert np.array_equal(rows, NESTED.transpose(0, 2, 1))
+    assert Column.of("x", kind).shape == (4, 3)
+
+
 def vector_array(rows: list[Any]) -> Any:
     made = []
     for row in rows:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -215,7 +217,8 @@ def test_clipping_learning_rate_and_schedules_against_plain_torch() -> None:
     own, result = fitted(spec, table)
     for p, q in zip(own.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert result.history[0]["lr"] == 0.2
+    # Of the first step of each epoch.
+    assert [e["lr"] for e in result.history] == pytest.approx([0.2 / 3, 0.2 / 2])
 
 
 def test_a_torch_scheduler_is_stepped_by_epoch_step_or_metric() -> None:
@@ -447,6 +450,9 @@ def test_losses_that_cannot_be_reduced_are_refused_before_training() -> None:
     ):
         with pytest.raises(errors.InvalidArgument, match=text):
             plan_layout(layout_of, quick(loss=loss))
+    with pytest.raises(errors.InvalidArgument, match=r"loss_reduction='sum' beside MSELoss.*'mean'"):
+        plan_layout(layout_of, quick(loss_reduction="sum"))
+    plan_layout(layout_of, quick(loss_reduction="mean"))
     with pytest.raises(errors.InvalidArgument, match="custom"):
         plan_layout(
             layout_of, quick(loss=lambda o, y: (o, 1), loss_reduction="custom", sample_weight_col="w")
@@ -455,6 +461,61 @@ def test_losses_that_cannot_be_reduced_are_refused_before_training() -> None:
         fit_local(
             quick(loss=lambda o, y: o.mean(), loss_reduction="mean", sample_weight_col="w"), regression()
         )
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * np.random.uniform(0.5, 1.5) + random.random()
+
+
+def test_what_numpy_and_random_draw_is_seeded_too() -> None:
+    spec = quick(model=Drawing())
+    weights = []
+    for other in (1, 2):
+        np.random.seed(other)
+        random.seed(other)
+        weights.append(fit_local(spec, regression()).weights)
+    assert weights[0] == weights[1]
+    assert weights[0] != fit_local(spec_with(spec, seed=9), regression()).weights
+
+
+class Watch:
+    weights: list[Tensor] = []
+    #: That overflows.
+    step = 0
+
+    def on_train_begin(self, run: Any) -> None:
+        self.on_batch_end(run, None)
+
+    def on_batch_end(self, run: Any, batch: Any) -> None:
+        Watch.weights.append(next(run.model.parameters()).detach().clone())
+
+
+def overflows(output: Tensor, label: Tensor) -> Tensor:
+    loss = ((output - label.view(output.shape)) ** 2).mean()
+    return loss * float("inf") if len(Watch.weights) == Watch.step + 1 else loss
+
+
+def test_fp16_skips_an_overflow_but_not_a_nan_column() -> None:
+    table = regression()
+    spoiled = table["b"].to_numpy().copy()
+    spoiled[7] = np.nan
+    spec = quick(precision="fp16", epochs=3)
+    with pytest.raises(errors.LossError, match=r"the loss is nan; input column.*'b'"):
+        fit_local(spec, table.set_column(1, "b", pa.array(spoiled)))
+    # The scale begins so high that the first steps overflow by themselves.
+    spec = spec_with(spec, loss=overflows, loss_reduction="mean", callbacks=[Watch()], epochs=5)
+    changed = []
+    for Watch.step in (1000, 15):
+        Watch.weights = []
+        fit_local(spec, table)
+        changed.append([not torch.equal(a, b) for a, b in pairwise(Watch.weights)])
+    assert [i for i in range(20) if changed[0][i] and not changed[1][i]] == [15]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -20,9 +20,11 @@ from .spec import TrainSpec
 
 @dataclass(frozen=True)
 class Rows:
-    """rows: of each rank, training and validation together; train, validation: of each rank. split: this
-    rank's. fingerprint: of this rank's rows in the order before shuffling, "" if not asked for."""
+    """shard: the one given, which now knows the form of its blocks also without rows. rows: of each rank,
+    training and validation together; train, validation: of each rank. split: this rank's. fingerprint: of
+    this rank's rows in the order before shuffling, "" if not asked for."""
 
+    shard: Shard
     rows: tuple[int, ...]
     train: tuple[int, ...]
     validation: tuple[int, ...]
@@ -33,7 +35,8 @@ class Rows:
 def agree_on_rows(spec: TrainSpec, shard: Shard, ranks: Ranks, *, fingerprint: bool) -> Rows:
     """Every rank calls it. Raises DataError where there is nothing to train on, or the ranks packed other
     shapes."""
-    rows, _ = compare_shards(shard, ranks)
+    rows, blocks = compare_shards(shard, ranks)
+    shard = shard if shard.rows else Shard(0, blocks, [np.empty(0, np.uint8) for _ in blocks])
     order = shard.sorted_order() if spec.row_order != "arrival" and shard.rows else None
     marks = shard.of_role("validation")
     if marks:
@@ -52,7 +55,7 @@ def agree_on_rows(spec: TrainSpec, shard: Shard, ranks: Ranks, *, fingerprint: b
         raise DataError(f"no rows to train on: all {sum(rows)} are validation rows")
     _check_weights(spec, shard, ranks)
     mark = shard.fingerprint(order) if fingerprint else ""
-    return Rows(tuple(rows), tuple(train), tuple(validation), split, mark)
+    return Rows(shard, tuple(rows), tuple(train), tuple(validation), split, mark)
 
 
 def compare_shards(shard: Shard, ranks: Ranks) -> tuple[list[int], tuple[ShardBlock, ...]]:

@@ -88,7 +88,8 @@ def _kind(type: pa.DataType) -> Kind:
 
 def _shape(type: pa.DataType) -> tuple[int, ...] | None:
     if _is_tensor(type):
-        return tuple(type.shape)
+        shape = tuple(type.shape)
+        return shape if type.permutation is None else tuple(shape[axis] for axis in type.permutation)
     sizes: list[int] = []
     while _is_list(type):
         if not pt.is_fixed_size_list(type):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .ranks import Ranks
     from .shard import Shard
 
+#: Keeps the random streams of the ranks (dropout) apart: rank r goes on with seed + r * RANK_STRIDE.
+RANK_STRIDE = 1_000_003
+
 
 @dataclass
 class Batch:
@@ -32,6 +35,12 @@ class Batch:
     rows: int
     global_rows: int
     step: int
+
+    def take(self, keep: np.ndarray) -> Batch:
+        """A copy with the rows where `keep` (rows,) is true; global_rows stays what it is."""
+        inputs, labels = [x[keep] for x in self.inputs], [y[keep] for y in self.labels]
+        weight = None if self.weight is None else self.weight[keep]
+        return Batch(inputs, labels, weight, int(keep.sum()), self.global_rows, self.step)
 
 
 @dataclass
@@ -60,8 +69,9 @@ class Framework(Protocol):
     """Made anew for each fit, in the process of the rank. All ranks call each method at the same time.
 
     names: keys of Totals, the same on all ranks, once `bind_outputs` was called. loss_weights: those of
-    them that are losses, with what each counts. needs_pairs: a batch of a single row cannot be trained on.
-    weights_file: what `weights` are called in a checkpoint; the ending says what they are.
+    them that are losses, with what each counts. learning_rate: of the last step, or before it of the next.
+    needs_pairs: a batch of a single row cannot be trained on. weights_file: what `weights` are called in a
+    checkpoint; the ending says what they are.
     """
 
     model: Any

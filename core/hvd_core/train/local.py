@@ -27,7 +27,7 @@ def fit_local(
     """Every rank of `group` (None: this process alone) calls it with its own rows; tables have one schema.
 
     The spec is copied by pickle, as it would be on its way to a rank, so its model is not changed. Seeds the
-    framework's global random state.
+    global random state of the framework, of `random` and of `numpy.random`.
     """
     import cloudpickle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from .agree import agree_on_rows, find_outputs
 from .batches import Batches
 from .checkpoint import name_of
 from .exchange import deal_by_hash
-from .framework import Batch, Framework, Totals, framework_for
+from .framework import RANK_STRIDE, Batch, Framework, Totals, framework_for
 from .order import EpochPlan, Request, requests
 from .progress import Best
 from .quality import examine_shard, troubles
@@ -99,9 +100,14 @@ class _Loop:
         if spec.row_order == "global":
             deal_by_hash(spec, self._shard, self._ranks)
         rows = agree_on_rows(spec, self._shard, self._ranks, fingerprint=self._checkpoints.enabled)
+        self._shard = rows.shard
         self._data = examine_shard(self._shard, self._ranks)
         self._places = places_of(self._ranks)
+        # For models, losses and callbacks that draw from them: alike for model_fn, then each rank its own.
+        _seed(spec.seed)
         framework.prepare(spec, self._ranks, self._shard)
+        if self._ranks.rank:
+            _seed(spec.seed + RANK_STRIDE * self._ranks.rank)
         outputs = find_outputs(framework, self._shard, self._ranks, rows.rows)
         framework.bind_outputs(len(outputs))
         self._split = rows.split
@@ -171,7 +177,6 @@ class _Loop:
     def _epoch(self, stop_at: int) -> dict[str, Any]:
         framework, rank, plan, progress = self._framework, self._ranks.rank, self._plan, self._progress
         sums = self._sums
-        sums.rate = framework.learning_rate if sums.rate is None else sums.rate
         start = time.perf_counter() - sums.elapsed_s
         expected = sum(plan.used_before(stop_at)) - sum(plan.used_before(progress.counted_from))
         wanted = requests(
@@ -224,6 +229,8 @@ class _Loop:
         used = 0
         for batch in batches:
             yield batch
+            if self._sums.rate is None:
+                self._sums.rate = self._framework.learning_rate
             used += batch.global_rows
             progress.position += 1
             progress.step += 1
@@ -380,6 +387,12 @@ class _Loop:
         whole = self._spec.max_steps is None
         counted = [int(e["rows"]) for e in entries if not whole or e["steps"] == self._plan.steps]
         return max(counted, default=self._plan.total)
+
+
+def _seed(seed: int) -> None:
+    """The generators that no framework owns. numpy's takes 32 bits."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
 
 
 def _timeline_path() -> str | None:

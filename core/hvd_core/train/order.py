@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -89,6 +90,15 @@ def _paced(rows: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Each rank's share when the largest has used `count`, rounded to the nearest row."""
     most = max(rows)
     return tuple((2 * n * count + most) // (2 * most) for n in rows)
+
+
+def micro_batches(rows: int, size: int, *, pairs: bool = False) -> list[slice]:
+    """Parts of at most `size` of the rows of a step, in order. pairs: no part has a single row, unless that
+    is the step's only one or size is 1; the last may then have one more."""
+    begins = list(range(0, rows, size))
+    if pairs and size > 1 and rows > size and rows % size == 1:
+        begins.pop()
+    return [slice(a, b) for a, b in pairwise([*begins, rows])]
 
 
 def _even(used: int, rows: int) -> int:

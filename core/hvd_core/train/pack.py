@@ -264,7 +264,9 @@ def _lists(name: str, values: pa.Array, fill: float) -> tuple[np.ndarray, int]:
     """Lists of one length, nested to any depth, without null rows."""
     if isinstance(values, pa.FixedShapeTensorArray):
         flat, nulls = _numbers(values.storage.flatten(), fill)
-        return flat.reshape(len(values), *values.type.shape), nulls
+        rows = flat.reshape(len(values), *values.type.shape)
+        order = values.type.permutation  # of the stored axes, where the type has one
+        return rows if order is None else rows.transpose(0, *(axis + 1 for axis in order)), nulls
     outer: list[int] = []
     count = len(values)
     while pt.is_list(values.type) or pt.is_large_list(values.type) or pt.is_fixed_size_list(values.type):

@@ -29,7 +29,7 @@ class CheckpointWarning(UserWarning):
 
 @dataclass
 class EpochSums:
-    """What this rank has added up in the epoch under way, before a resume too. rate: at its beginning."""
+    """What this rank has added up in the epoch under way, before a resume too. rate: of its first step."""
 
     totals: Totals = field(default_factory=Totals)
     rate: float | None = None

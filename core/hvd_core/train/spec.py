@@ -173,6 +173,8 @@ class TrainSpec:
             object.__setattr__(self, "input_columns", _as_inputs(self.input_columns))
         if isinstance(self.loss, list):
             object.__setattr__(self, "loss", tuple(self.loss))
+        if self.loss_weights is not None:
+            object.__setattr__(self, "loss_weights", tuple(float(w) for w in self.loss_weights))
         if not isinstance(self.metrics, Mapping):
             object.__setattr__(self, "metrics", _named(self.metrics))
         if self.batch_size is None and self.global_batch_size is None:
@@ -211,7 +213,8 @@ class TrainSpec:
         lines = ["TrainSpec("]
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in _ALWAYS_SHOWN or value not in _UNSAID:
+            # By type first: arrays, and much else that users pass, compare in their own way.
+            if f.name in _ALWAYS_SHOWN or not (isinstance(value, _PLAIN) and value in _UNSAID):
                 text = type(value).__name__ if f.name == "model" else _short(value)
                 lines.append(f"  {f.name}={text},")
         return "\n".join([*lines, ")"])
@@ -222,6 +225,7 @@ _HISTORY = {"epoch", "loss", "rows", "steps", "lr", "seconds", "data", "compute"
 _EVENTS = ("on_train_begin", "on_batch_end", "on_epoch_end", "on_train_end", "on_fit_failed")
 _ALWAYS_SHOWN = {"feature_cols", "label_cols", "epochs", "seed"}
 _UNSAID: tuple[Any, ...] = (None, (), {}, 0, 0.0, False)
+_PLAIN = (type(None), tuple, dict, int, float)
 
 
 def _short(value: Any, room: int = 120) -> str:

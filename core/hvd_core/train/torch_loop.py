@@ -4,6 +4,7 @@ batch."""
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CheckpointError, InvalidArgument, LossError
 from .columns import ModelFacts
-from .framework import Batch, Totals
+from .framework import RANK_STRIDE, Batch, Totals
+from .order import micro_batches
 from .ranks import Ranks
 from .shard import Shard
 from .spec import TrainSpec
@@ -37,8 +39,6 @@ from .torch_state import check_same_model, read_weights, to_plain, to_torch, wei
 
 #: The loop reduces by `synchronize()` once a step, whatever the number of backward passes before it.
 _NEVER = 1 << 30
-#: Keeps the random streams of the ranks (dropout) apart.
-_RANK_STRIDE = 1_000_003
 
 
 class TorchFramework:
@@ -67,7 +67,7 @@ class TorchFramework:
             self.model = convert(self.model, ranks)
         self.optimizer = build_optimizer(spec, self.model)
         if ranks.rank:
-            torch.manual_seed(spec.seed + _RANK_STRIDE * ranks.rank)
+            torch.manual_seed(spec.seed + RANK_STRIDE * ranks.rank)
         self._dtype = float_dtype(self.model)
         self._amp_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[spec.precision]
         self._scaler = torch.amp.GradScaler("cpu") if spec.precision == "fp16" else None
@@ -81,7 +81,7 @@ class TorchFramework:
     def _distribute(self) -> None:
         from .. import torch as hvd
 
-        state = {k: v for k, v in self.model.state_dict().items() if isinstance(v, Tensor)}
+        state = {k: _real(v) for k, v in self.model.state_dict().items() if isinstance(v, Tensor)}
         hvd.broadcast_parameters(state, root_rank=0)
         wire = self.spec.wire_dtype
         hvd.DistributedOptimizer(
@@ -106,7 +106,7 @@ class TorchFramework:
 
     @property
     def learning_rate(self) -> float:
-        return self._rate.now
+        return self._rate.used
 
     @property
     def needs_pairs(self) -> bool:
@@ -134,6 +134,7 @@ class TorchFramework:
 
     def _step(self, batch: Batch, totals: Totals) -> None:
         self.optimizer.zero_grad()
+        batch = _countable(batch)
         labels, weight = self._objective.labels(batch), _weight(batch)
         bases = self._objective.bases(labels, weight, batch, totals)
         if not bases:
@@ -141,8 +142,8 @@ class TorchFramework:
         if not batch.rows:
             self._take_part(batch, totals)
         size = self._micro_rows if self.spec.accumulate_steps > 1 else max(batch.rows, 1)
-        for begin in range(0, batch.rows, size):
-            part = slice(begin, begin + size)
+        pairs = size < batch.rows and self.needs_pairs
+        for part in micro_batches(batch.rows, size, pairs=pairs):
             outputs = self._forward([x[part] for x in batch.inputs])
             part_weight = None if weight is None else weight[part]
             loss = self._objective.loss(
@@ -180,15 +181,16 @@ class TorchFramework:
         value = loss.item()
         if math.isfinite(value):
             return
-        if self._scaler is not None and self._scaler.get_scale() > 1.0:
-            return  # an overflow of fp16: the scaler skips the step and lowers its scale
         blocks = [b for b in self._shard.blocks if b.role in ("input", "label")]
+        counts = slice(None) if batch.weight is None else batch.weight != 0
         for block, x in zip(blocks, [*batch.inputs, *batch.labels], strict=True):
-            if x.dtype.kind == "f" and not np.isfinite(x).all():
+            if x.dtype.kind == "f" and not np.isfinite(x[counts]).all():
                 names = ", ".join(map(repr, block.columns))
                 raise LossError(
                     f"the loss is {value}; {block.role} column {names} holds NaN or infinity here"
                 )
+        if self._scaler is not None and self._scaler.get_scale() > 1.0:
+            return  # an overflow of fp16: the scaler skips the step and lowers its scale
         raise LossError(
             f"the loss is {value}, from finite inputs and labels: is the learning rate too large?"
         )
@@ -222,17 +224,24 @@ class TorchFramework:
 
     def _sync_buffers(self) -> None:
         """Floating buffers become their mean over ranks, weighted by the rows each has seen since the last
-        time; others are rank 0's."""
-        buffers = [(n, b) for n, b in self.model.named_buffers() if isinstance(b, Tensor)]
+        time; others are rank 0's. Those that are equal everywhere (constants) stay as they are."""
         rows, self._rows_since_sync = self._rows_since_sync, 0
+        buffers = {n: _real(b) for n, b in self.model.named_buffers() if isinstance(b, Tensor)}
         if self._ranks.size == 1 or not buffers:
             return
-        total = float(self._ranks.sum(np.array([float(rows)]), "buffer_rows")[0])
+        own = [rows, {name: digest.hex() for name, digest in digests(buffers.items()).items()}]
+        every = [json.loads(d) for d in self._ranks.gather(json.dumps(own).encode(), "buffers")]
+        total = sum(rows for rows, _ in every)
         share = rows / total if total else 1.0 / self._ranks.size
         with torch.no_grad():
-            for name, buffer in buffers:
+            for name, buffer in buffers.items():
+                if len({bits[name] for _, bits in every}) == 1:
+                    continue
                 floating = buffer.is_floating_point()
-                value = buffer.double() * share if floating else buffer * (self._ranks.rank == 0)
+                counts = share > 0 if floating else self._ranks.rank == 0
+                wide = buffer.double() if floating else buffer
+                # Not a product with 0: what is no number must not reach the others.
+                value = (wide * share if floating else wide) if counts else torch.zeros_like(wide)
                 data = np.array(value.cpu().numpy()).reshape(-1)
                 self._ranks.sum(data, f"buffer.{name}")
                 buffer.copy_(torch.from_numpy(data).reshape(buffer.shape))
@@ -334,6 +343,23 @@ class TorchFramework:
                 if name in own["buffers"]:
                     buffer.copy_(own["buffers"][name])
         torch.set_rng_state(own["rng"])
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory, complex numbers as pairs."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _countable(batch: Batch) -> Batch:
+    """Without rows of weight 0 whose inputs are no numbers: their gradient would be 0 * NaN."""
+    if batch.weight is None or batch.weight.all():
+        return batch
+    usable = np.ones(batch.rows, bool)
+    for x in batch.inputs:
+        if x.dtype.kind == "f":
+            usable &= np.isfinite(x.reshape(len(x), -1)).all(axis=1)
+    keep = usable | (batch.weight != 0)
+    return batch if keep.all() else batch.take(keep)
 
 
 def _weight(batch: Batch) -> Tensor | None:

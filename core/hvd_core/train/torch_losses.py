@@ -57,13 +57,15 @@ class Term:
         self.loss = loss
         self.label = label
         known = _known(loss)
-        self.class_numbers = isinstance(known, _CLASS_NUMBERS)
+        self.class_numbers = isinstance(loss if known is None else known, _CLASS_NUMBERS)
         self.head = next((head for kind, head in _HEADS if isinstance(known, kind)), "output")
         self.name = getattr(loss, "__name__", type(loss).__name__)
         self._unreduced: Any = None
         self._per_row = False
         #: The shapes of the last output and label that differed, and what the label's had to become.
         self._matching: tuple[tuple[torch.Size, torch.Size], torch.Size] | None = None
+        #: That a loss of torch.nn says of itself; None for others.
+        self.reduction = None if known is None else known.reduction
         if known is None:
             self.how = _declared(loss, reduction, self.name)
             return
@@ -130,9 +132,14 @@ class Term:
             f"output of shape {tuple(output.shape)} against label {self.label!r} of shape "
             f"{tuple(label.shape)}: "
             f"{self.name} compares them element by element; make the shapes agree (or use "
-            f"loss_reduction='custom' and "
-            "return numerator and denominator)"
+            "loss_reduction='custom' and return numerator and denominator)" + self._hint(label)
         )
+
+    def _hint(self, label: Tensor) -> str:
+        """For a function of the user's that was given a label as floats."""
+        if self._unreduced is not None or not label.is_floating_point():
+            return ""
+        return f". If {self.name} takes class numbers: dtypes={{{self.label!r}: 'int64'}} keeps them whole"
 
     def _takes_numbers(self) -> bool:
         return self.class_numbers or self._unreduced is None
@@ -140,13 +147,19 @@ class Term:
     def terms(self, output: Tensor, label: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """(numerator, elements): a scalar to differentiate, and what its base is multiplied by. For
         "custom" the second is this rank's whole denominator. `label` has been matched. Raises LossError."""
+        if weight is not None and not weight.all():
+            # Not a product with 0: what is no number in such a row must reach neither value nor gradient.
+            counts = weight != 0
+            output, label, weight = output[counts], label[counts], weight[counts]
+            if not len(output):
+                return output.sum(), 1.0
         if self._unreduced is not None:
-            losses = self._unreduced(output, label)
-            elements = 1.0
-            if self.how == "rows" and not self._per_row and len(output):
-                elements = losses.numel() / len(output)
+            losses = self._call(self._unreduced, output, label)
+            # Of labels that are probabilities torch counts rows, also with class weights.
+            counts_rows = self.how == "rows" or (self.how == "counted" and label.is_floating_point())
+            elements = losses.numel() / max(len(output), 1) if counts_rows and not self._per_row else 1.0
             return _weighted(losses, weight), elements
-        value = self.loss(output, label)
+        value = self._call(self.loss, output, label)
         if self.how == "custom":
             return self._pair(value)
         value = self._tensor(value)
@@ -168,7 +181,7 @@ class Term:
 
     def plain(self, output: Tensor, label: Tensor) -> Tensor:
         """The user's own call, untouched (not for "custom")."""
-        value = self._tensor(self.loss(output, label))
+        value = self._tensor(self._call(self.loss, output, label))
         if value.numel() != 1:
             if self._unreduced is None and value.ndim and len(value) == len(output):
                 return value.mean() if self.how == "mean" else value.sum()
@@ -176,6 +189,19 @@ class Term:
                 f"loss {self.name} returned shape {tuple(value.shape)} for {len(output)} rows, not a scalar"
             )
         return value.reshape(()) if value.ndim else value
+
+    def _call(self, loss: Callable[..., Any], output: Tensor, label: Tensor) -> Any:
+        """What the user's function raises stays as it is, apart from labels that came in another dtype."""
+        try:
+            return loss(output, label)
+        except (RuntimeError, IndexError) as error:
+            known, hint = self._unreduced is not None, self._hint(label)
+            if known or (hint and any(word in str(error) for word in ("Long", "Float", "Double", "dtype"))):
+                raise LossError(
+                    f"loss {self.name} of label column {self.label!r} ({_range(label)}) with an output of "
+                    f"shape {tuple(output.shape)}: {error}{hint}"
+                ) from error
+            raise
 
     def _tensor(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
@@ -201,7 +227,17 @@ class Term:
 def terms_for(spec: TrainSpec) -> list[Term]:
     """One for each label. Raises InvalidArgument for a loss whose reduction over ranks is not known."""
     losses = spec.losses if len(spec.losses) > 1 else spec.losses * len(spec.label_cols)
-    return [Term(loss, spec.loss_reduction, name) for loss, name in zip(losses, spec.label_cols, strict=True)]
+    terms = [
+        Term(loss, spec.loss_reduction, name) for loss, name in zip(losses, spec.label_cols, strict=True)
+    ]
+    asked = spec.loss_reduction
+    own = [t.reduction for t in terms]
+    if asked is not None and None not in own and set(own) != {asked}:
+        raise InvalidArgument(
+            f"loss_reduction={asked!r} beside {terms[0].name}, which reduces by {own[0]!r} itself: "
+            f"leave it out, or give the loss itself another reduction=..."
+        )
+    return terms
 
 
 def _known(loss: Any) -> _Loss | None:
@@ -251,11 +287,11 @@ def _target_weights(loss: Any, label: Tensor) -> Tensor:
 
 
 def _weighted(losses: Tensor, weight: Tensor | None) -> Tensor:
-    if weight is None:
-        return losses.sum()
-    # where, not a product: a loss of inf in a row of weight 0 must not become NaN.
-    weight = _by_row(weight.to(losses.dtype), losses)
-    return torch.where(weight > 0, losses * weight, torch.zeros_like(losses)).sum()
+    return losses.sum() if weight is None else (losses * _by_row(weight.to(losses.dtype), losses)).sum()
+
+
+def _range(label: Tensor) -> str:
+    return f"{label.dtype}, {label.min().item():g} to {label.max().item():g}" if label.numel() else "no rows"
 
 
 def _by_row(weight: Tensor, like: Tensor) -> Tensor:

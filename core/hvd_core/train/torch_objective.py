@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -60,7 +61,9 @@ class Objective:
     def labels(self, batch: Batch) -> list[Tensor]:
         """One for each loss."""
         labels = to_tensors(batch.labels, torch.float32)
-        return [torch.cat([y.reshape(len(y), -1) for y in labels], 1)] if self._joined else labels
+        if not self._joined:
+            return labels
+        return [torch.cat([y.reshape(len(y), math.prod(y.shape[1:])) for y in labels], 1)]
 
     def bases(self, labels: list[Tensor], weight: Tensor | None, batch: Batch, totals: Totals) -> list[float]:
         """Denominators of the whole step over all ranks; [] when nothing counts in it anywhere. Row counts

@@ -23,6 +23,7 @@ class LearningRate:
                 group.pop("initial_lr", None)
             if scale != 1.0:
                 group["lr"] *= scale
+        self._used: float | None = None
         self._base = [float(g["lr"]) for g in optimizer.param_groups]
         schedule = spec.lr_schedule
         self._rule = schedule if isinstance(schedule, Scheduler) else None
@@ -36,12 +37,19 @@ class LearningRate:
                 )
 
     @property
-    def now(self) -> float:
-        """Of the first group."""
+    def used(self) -> float:
+        """By the last step; before the first one what the optimizer has. Of the first group."""
+        return self._now() if self._used is None else self._used
+
+    def _now(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def before_step(self, epoch: int, step: int, steps: int) -> None:
         """steps: of a whole epoch."""
+        self._set(epoch, step, steps)
+        self._used = self._now()
+
+    def _set(self, epoch: int, step: int, steps: int) -> None:
         if self._factor is None and not self._warmup:
             return
         at = epoch + step / steps
