@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -19,13 +18,15 @@ from hvd_core.launch import dumps
 from hvd_core.train import FitResult, Layout, TrainSpec
 from hvd_core.train.checkpoint import check_checkpoint_dir
 from hvd_core.train.predict import heads_of
-from hvd_core.train.torch_model import load_weights
+from hvd_core.train.torch_copy import copy_without_weights, read_into
 
 from . import preflight, rank, session
 from .horovod_names import with_shapes
 from .launcher import JobSpec, Outcome, launch
 from .model import HorovodModel
 from .params import JOB, KNOBS, Knobs, provide
+from .parcel import Parcel
+from .parts import PartsReader, unpickled
 from .persist import Stored
 from .store import new_run_id
 
@@ -41,6 +42,10 @@ _PRELOAD = (
 )
 
 
+#: Of the models that one job trains one after the other (`fit` with several maps) the weights come back
+#: together, so there may be this much of them.
+_TOGETHER_NBYTES = 256 << 20
+
 #: Says of a row whether it comes from validation_df.
 _MARK = "hvd_validation"
 
@@ -54,14 +59,22 @@ class HorovodEstimator(Estimator["HorovodModel"], Knobs, Stored):
     several parameter maps (`fit(df, maps)`, `CrossValidator`) the ranks take their rows once and train one
     model after the other on them. Before anything is launched: NotEnoughSlots, ColumnError, DataError ("no
     rows"), NotPicklable, InvalidArgument. Later: DataError (nulls, ragged rows: column and count), RankFailed
-    with the first cause, RowsLost. Ctrl-C cancels the job and ends the ranks.
+    with the first cause, RowsLost, StorageFull. After a lost rank (killed, its executor gone) the job begins
+    again up to `max_retries` times, from the last checkpoint in `checkpoint_dir`. Ctrl-C cancels the job and
+    ends the ranks.
     """
 
     def __init__(self, **values: Any):
         super().__init__(values)
 
+    def fit(self, dataset: DataFrame, params: Any = None, *, max_retries: int | None = None) -> Any:
+        """Trains; as in pyspark one model, or a list of them for a list of parameter maps. max_retries:
+        instead of the parameter."""
+        stage = self if max_retries is None else self.copy().setParams(max_retries=max_retries)
+        return Estimator.fit(stage, dataset, params)
+
     def _fit(self, dataset: DataFrame) -> HorovodModel:
-        return _fit_all(dataset, [self])[0]
+        return next(_Models(dataset, [self]))[1]
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Iterator[tuple[int, HorovodModel]]:
         """Pairs (index, model), one for each map; can be iterated by several threads. The first one asked
@@ -96,7 +109,10 @@ class _Models:
 
     def __init__(self, dataset: DataFrame, stages: list[HorovodEstimator]):
         self._dataset, self._stages = dataset, stages
-        self._models: list[HorovodModel] | None = None
+        self._planned: list[_Planned] | None = None
+        self._rows = dataset
+        #: Trained, and not handed out yet.
+        self._models: dict[int, HorovodModel] = {}
         self._error: BaseException | None = None
         self._next = 0
         self._lock = threading.Lock()
@@ -110,15 +126,28 @@ class _Models:
                 raise StopIteration
             if self._error is not None:
                 raise self._error  # to every thread that waited, instead of the same failure once more
-            if self._models is None:
+            index = self._next
+            if index not in self._models:
                 try:
-                    self._models = _fit_all(self._dataset, self._stages)
+                    self._train(index)
                 except BaseException as error:
                     self._error = error
                     raise
-            index = self._next
             self._next += 1
-            return index, self._models[index]
+            return index, self._models.pop(index)
+
+    def _train(self, index: int) -> None:
+        """This model, and of the further ones as many as can share its job."""
+        if self._planned is None:
+            self._rows, self._planned = _planned(self._dataset, self._stages)
+        planned = self._planned
+        together = [
+            i
+            for i in range(index, len(planned))
+            if i not in self._models and planned[i].shares_rows_with(planned[index])
+        ]
+        models = _fit_together(self._rows, [planned[i] for i in together])
+        self._models.update(zip(together, models, strict=False))  # large models come in several jobs
 
 
 @dataclass(frozen=True)
@@ -138,8 +167,9 @@ class _Planned:
         return mine == theirs
 
 
-def _fit_all(dataset: DataFrame, stages: Sequence[HorovodEstimator]) -> list[HorovodModel]:
-    """One model for each of `stages`, copies of one estimator; as few jobs as their parameters allow."""
+def _planned(dataset: DataFrame, stages: Sequence[HorovodEstimator]) -> tuple[DataFrame, list[_Planned]]:
+    """What can be known of `stages`, copies of one estimator, before the launch; with the rows to train
+    on."""
     stages = [stage._named_run() for stage in stages]
     specs = [stage._spec() for stage in stages]
     if len({spec.checkpoint_dir for spec in specs} - {None}) < sum(
@@ -161,11 +191,7 @@ def _fit_all(dataset: DataFrame, stages: Sequence[HorovodEstimator]) -> list[Hor
             check_checkpoint_dir(spec.checkpoint_dir)
         size = preflight.check_cluster(dataset.sparkSession, stage.getNumProc())  # type: ignore[attr-defined]
         planned.append(_Planned(stage, spec, size, preflight.check_columns(dataset, spec)))
-    models: dict[int, HorovodModel] = {}
-    while left := [i for i in range(len(planned)) if i not in models]:
-        together = [i for i in left if planned[i].shares_rows_with(planned[left[0]])]
-        models.update(zip(together, _fit_together(dataset, [planned[i] for i in together]), strict=True))
-    return [models[i] for i in range(len(planned))]
+    return dataset, planned
 
 
 def _joined(rows: DataFrame, apart: DataFrame, specs: Sequence[TrainSpec]) -> DataFrame:
@@ -191,31 +217,45 @@ def _joined(rows: DataFrame, apart: DataFrame, specs: Sequence[TrainSpec]) -> Da
 
 
 def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[HorovodModel]:
-    """One job: its ranks train one model after the other on the same rows."""
+    """One job: its ranks train one model after the other on the same rows. Models for the first of `planned`
+    at least, for all unless their weights are large."""
     spec, size, layout = planned[0].spec, planned[0].size, planned[0].layout
     changes = [_difference(one.spec, spec) for one in planned]
-    payload = dumps(rank.train, (spec, changes), names=["HorovodEstimator"])
     frame = preflight.selected(dataset, layout)
     layout = preflight.check_rows(frame, spec, layout)
     name = type(spec.model).__name__ if spec.model is not None else "model"
     times = f", {len(planned)} times" if len(planned) > 1 else ""
+    max_retries = planned[0].stage.getMaxRetries()  # type: ignore[attr-defined]
+    payload = dumps(
+        rank.train, (spec, changes, secrets.token_hex(8), _TOGETHER_NBYTES), names=["HorovodEstimator"]
+    )
+    parcel = Parcel.of(dataset.sparkSession, payload)
+    del payload  # as large as the weights
     job = JobSpec(
         size,
-        payload,
+        parcel,
         f"hvd: fit {name} on {size} ranks{times}",
         layout=layout,
         preload=_PRELOAD,
         config=_config(spec),
         verbose=spec.verbose,
         start_timeout_s=planned[0].stage.getStartTimeoutS(),  # type: ignore[attr-defined]
+        max_retries=max_retries,
+        restart=_restart([one.spec for one in planned]),
     )
     with spec.telling_failure():
         outcome = launch(frame, job)
-    results = rank.unpickled(outcome.results[0])
+    portions: list[rank.Portion] = unpickled(outcome.results.pop(0))
     return [
-        _model(one, layout, _checked(result, outcome, one.spec))
-        for one, result in zip(planned, results, strict=True)
+        _model(one, layout, _checked(portion, outcome, one.spec), portion)
+        for one, portion in zip(planned, portions, strict=False)
     ]
+
+
+def _restart(specs: Sequence[TrainSpec]) -> str:
+    if all(spec.checkpoint_dir is not None for spec in specs):
+        return "from the last checkpoint"
+    return "from the start, as there is no checkpoint_dir"
 
 
 def _difference(spec: TrainSpec, base: TrainSpec) -> dict[str, Any]:
@@ -224,9 +264,11 @@ def _difference(spec: TrainSpec, base: TrainSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in names if getattr(spec, name) != getattr(base, name)}
 
 
-def _model(one: _Planned, layout: Layout, result: FitResult) -> HorovodModel:
+def _model(one: _Planned, layout: Layout, result: FitResult, portion: rank.Portion) -> HorovodModel:
+    """Uses up the portion's weights."""
     stage, spec = one.stage, one.spec
-    trained = load_weights(_untrained(spec), result.weights)
+    parts, portion.weights[:] = PartsReader(portion.weights), []
+    trained = read_into(_untrained(spec), parts)
     model = stage._copyValues(HorovodModel(model=trained, transform_fn=spec.transform_fn))
     model._resetUid(stage.uid)
     if not model.isSet("heads"):
@@ -245,12 +287,12 @@ def _config(spec: TrainSpec) -> Config:
 
 
 def _untrained(spec: TrainSpec) -> Any:
-    """A copy of the user's model, made as the ranks made theirs."""
-    return spec.model_fn() if spec.model_fn is not None else pickle.loads(cloudpickle.dumps(spec.model))
+    """A copy of the user's model, made as the ranks made theirs; its weights are anything."""
+    return spec.model_fn() if spec.model_fn is not None else copy_without_weights(spec.model)
 
 
-def _checked(data: bytes, outcome: Outcome, spec: TrainSpec) -> FitResult:
-    result = FitResult.from_bytes(data)
+def _checked(portion: rank.Portion, outcome: Outcome, spec: TrainSpec) -> FitResult:
+    result = FitResult.from_json(portion.about)
     sent = sum(outcome.rows)
     if result.rows_sent != sent or (result.rows_seen != sent and spec.max_steps is None):
         raise RowsLost(f"the ranks were given {sent} rows, but used {result.rows_seen} in an epoch")

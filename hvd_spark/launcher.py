@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -13,26 +11,18 @@ from typing import Any
 from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as F
 
-from hvd_core import errors
 from hvd_core.config import Config
-from hvd_core.errors import (
-    HorovodInternalError,
-    HvdError,
-    NotEnoughSlots,
-    PreflightError,
-    RankFailed,
-    RankFailure,
-    RowsLost,
-    first_cause,
-)
+from hvd_core.errors import HvdError, NotEnoughSlots, RankFailed, RankFailure, RowsLost
 from hvd_core.train import Layout
 from hvd_core.train.trackers import tracking_env
 
-from . import rows, session
+from . import gpus, preflight, rows, session
 from .feed import FeedServer
+from .guard import guarded
 from .parcel import Parcel
 from .progress import Progress
-from .task import JobPlan, barrier_task
+from .task import JobPlan
+from .verdict import lost, translated, typed
 from .waiting import Watch
 
 #: A job that gets no slots says so after this time.
@@ -43,19 +33,20 @@ _DRAIN_S = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """results: what each rank returned, by rank. rows: how many rows it took."""
+    """results: what each rank returned, in parts, by rank. rows: how many rows it took."""
 
-    results: list[bytes]
+    results: list[list[bytes]]
     rows: list[int]
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job for `launch`. payload: cloudpickle of (fn, args, kwargs); start_timeout_s: how long to wait while
-    other jobs hold the slots; the rest is described at `task.JobPlan`."""
+    """A job for `launch`. payload: cloudpickle of (fn, args, kwargs), destroyed at its end. start_timeout_s:
+    how long to wait while other jobs hold the slots. max_retries: how often to begin again after a lost rank,
+    and restart: what is said of where that goes on. The rest is described at `task.JobPlan`."""
 
     size: int
-    payload: bytes
+    payload: Parcel
     description: str
     layout: Layout | None = None
     preload: tuple[str, ...] = ()
@@ -64,6 +55,8 @@ class JobSpec:
     verbose: int = 1
     printed: bool = True  # show what ranks print
     start_timeout_s: float = 600.0
+    max_retries: int = 0
+    restart: str = "from the start"
 
 
 def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
@@ -71,16 +64,58 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
 
     With a layout the rows are dealt out evenly and counted on both sides (`RowsLost`); without one `frame`
     has one partition for each rank. Raises `RankFailed` with the first cause, or the typed error a rank
-    reported about its rows; NotEnoughSlots when they do not start in time. A KeyboardInterrupt cancels the
-    job and ends the ranks.
+    reported about its rows; NotEnoughSlots when they do not start in time. What another attempt can help
+    against (`error.retryable`) is raised after `max_retries` of them, as the first attempt's error with the
+    count. A KeyboardInterrupt cancels the job and ends the ranks.
     """
+    try:
+        first: HvdError | None = None
+        for attempt in range(spec.max_retries + 1):
+            try:
+                return _attempt(frame, spec, attempt)
+            except HvdError as error:
+                if not error.retryable:
+                    raise
+                first = first or error
+                if attempt == spec.max_retries or not _slots_are_back(frame, spec):
+                    raise _counted(first, attempt + 1) from first.__cause__
+                say(f"{_headline(error)}; retry {attempt + 1} of {spec.max_retries}, {spec.restart}")
+        raise AssertionError("there is always an attempt")
+    finally:
+        spec.payload.destroy()
+
+
+def say(text: str) -> None:
+    print(f"hvd: {text}", file=sys.stderr, flush=True)
+
+
+def _headline(error: HvdError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _slots_are_back(frame: DataFrame, spec: JobSpec) -> bool:
+    """Waits for the executor that takes the place of a lost one."""
+    found = session.slots(frame.sparkSession, spec.size, spec.start_timeout_s)
+    return found is None or found >= spec.size
+
+
+def _counted(first: HvdError, attempts: int) -> HvdError:
+    if attempts == 1:
+        return first
+    if isinstance(first, RankFailed):
+        return RankFailed(first.failure, attempts)
+    return type(first)(f"{first}\n{attempts} attempts failed, this is the first")
+
+
+def _attempt(frame: DataFrame, spec: JobSpec, number: int) -> Outcome:
     spark = frame.sparkSession
     token = secrets.token_bytes(32)
     counted = None
     if spec.layout is not None:
         counted = Observation()
         frame = frame.observe(counted, F.count(F.lit(1)).alias("rows")).repartition(spec.size)
-    feed = _open_feed(spark, token)
+    feed = _open_feed(spark, token, spec.config)
+    placed = gpus.slots(spark, spec.size)
     progress = Progress(verbose=spec.verbose, printed=spec.printed)
     failures: list[rows.Failure] = []
 
@@ -90,11 +125,10 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         progress.take(record)
 
     idle_s = session.idle_timeout_s(spark)
-    parcel = Parcel.of(spark, spec.payload)
     plan = JobPlan(
         spec.size,
         token,
-        parcel,
+        spec.payload,
         layout=spec.layout,
         preload=spec.preload,
         sys_path=session.import_path(spark),
@@ -102,8 +136,10 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
         config=spec.config,
         feed=None if feed is None else feed.address,
         beat_s=idle_s / 3 if idle_s > 0 else None,
+        attempt=number,
+        gpus=placed.per_rank,
     )
-    job = session.map_in_arrow(frame, _task(plan), rows.DDL, barrier=True)
+    job = session.map_in_arrow(frame, guarded(plan), rows.DDL, barrier=True, profile=placed.profile)
     if plan.beat_s is not None:
         job = job.where(F.col("kind") != rows.BEAT)
     try:
@@ -111,35 +147,27 @@ def launch(frame: DataFrame, spec: JobSpec) -> Outcome:
     except NotEnoughSlots:
         raise
     except Exception as error:  # noqa: BLE001  raised again, translated
-        raise _translate(error, failures, spec.layout is not None) from None
+        raise translated(error, failures, spec.layout is not None) from None
     finally:
         progress.close()
-        parcel.destroy()
         if feed is not None:
             feed.close()
     found, sent = collected
     if found.failures:
-        raised, cause = _typed(found.failures, spec.layout is not None)
+        raised, cause = typed(found.failures, spec.layout is not None)
         raise raised from cause
     missing = sorted(set(range(spec.size)) - set(found.results))
     if missing:
-        raise RankFailed(RankFailure(missing[0], "lost"))
+        raise RankFailed(lost(missing[0]))
     taken = [found.rows[rank] for rank in range(spec.size)]
     if sent is not None and sent != sum(taken):
         raise RowsLost(f"Spark sent {sent} rows, the ranks took {sum(taken)} ({taken} by rank)")
     return Outcome([found.results[rank] for rank in range(spec.size)], taken)
 
 
-def _task(plan: JobPlan) -> Callable[..., Any]:
-    def task(batches: Any) -> Any:
-        yield from barrier_task(plan, batches)
-
-    return task
-
-
-def _open_feed(spark: Any, token: bytes) -> FeedServer | None:
+def _open_feed(spark: Any, token: bytes, config: Config) -> FeedServer | None:
     where = session.driver_host(spark)
-    if where is None:
+    if where is None or (preflight.encrypted(spark) and not config.plain_text):
         return None
     try:
         return FeedServer(token, where[0], local=where[1])
@@ -203,71 +231,4 @@ class _Patience:
             )
         if waited_s >= _SAY_AFTER_S and not self._said:
             self._said = True
-            print(f"hvd: waiting for {what}; other jobs may hold them", file=sys.stderr, flush=True)
-
-
-def _typed(failures: list[rows.Failure], fitting: bool) -> tuple[HvdError, BaseException | None]:
-    """The first cause as the exception to raise, and what to raise it from.
-
-    What hvd itself finds about rows and losses is raised as what it is; all else is a RankFailed, from the
-    rank's own exception if that can be unpickled here.
-    """
-    whats = [failure.what for failure in failures]
-    first = failures[whats.index(first_cause(whats))]
-    failed = RankFailed(first.what)
-    kind = getattr(errors, first.what.exc_type, None)
-    if fitting and isinstance(kind, type) and issubclass(kind, HvdError):
-        if not issubclass(kind, (RankFailed, HorovodInternalError)):
-            if first.stage == "rows":
-                return kind(_said_of_rows(failures)), None
-            return kind(first.what.message), failed
-    failed.__cause__ = _unpickled(first.exception)
-    return failed, failed.__cause__
-
-
-def _said_of_rows(failures: list[rows.Failure]) -> str:
-    """Each rank counts in its own rows, so all have something to say."""
-    said = [failure.what for failure in failures if failure.stage == "rows"]
-    if len(said) == 1:
-        return said[0].message
-    return "\n".join(f"rank {what.rank}: {what.message}" for what in said)
-
-
-def _unpickled(exception: bytes) -> BaseException | None:
-    try:
-        value = pickle.loads(exception) if exception else None
-    except Exception:  # noqa: BLE001  its class may not exist here, or not rebuild
-        return None
-    return value if isinstance(value, BaseException) else None
-
-
-_RANK_OF_TASK = re.compile(r"ResultTask\(\d+, (\d+)\)")
-_MISSING = re.compile(
-    r"ModuleNotFoundError: No module named '(hvd_core|hvd_spark|cloudpickle|numpy|pyarrow)[.\w]*'"
-)
-
-
-def _translate(error: Exception, failures: list[rows.Failure], fitting: bool) -> Exception:
-    """What to raise instead of Spark's own error about a barrier stage; other errors are the user's to
-    see."""
-    text = str(error)
-    if failures:
-        return _typed(failures, fitting)[0]
-    missing = _MISSING.search(text)
-    if missing:
-        return PreflightError(
-            f"the executors' Python has no module {missing[1]}: install hvd there, or point PYSPARK_PYTHON "
-            "(spark.pyspark.python) at an interpreter that has it"
-        )
-    if "PYTHON_VERSION_MISMATCH" in text:
-        line = next(line for line in text.splitlines() if "PYTHON_VERSION_MISMATCH" in line)
-        return PreflightError(
-            f"driver and executors run different Pythons; set PYSPARK_PYTHON. {line.strip()}"
-        )
-    if re.search(r"\bcancell?ed\b", text) and "barrier" not in text:
-        return HvdError("the Spark job was cancelled")
-    task = _RANK_OF_TASK.search(text)
-    if task:
-        reason = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
-        return RankFailed(RankFailure(int(task[1]), "lost", traceback="\n".join(reason[:20])))
-    return error
+            say(f"waiting for {what}; other jobs may hold them")

@@ -125,6 +125,8 @@ KNOBS: tuple[Knob, ...] = (
     # how long, how large
     Knob("num_proc", "number of ranks; default: as many as the cluster has slots", _INT),
     Knob("start_timeout_s", "seconds to wait while other jobs hold the slots", _FLOAT, 600.0),
+    Knob("max_retries", "begin again after a lost rank, this often, from the last checkpoint if there is one",
+         _INT, 0),
     Knob("batch_size", "rows of one rank in one step (32 unless global_batch_size is given)", _INT),
     Knob("global_batch_size", "rows of all ranks in one step", _INT),
     Knob("epochs", "passes over the rows (1 unless max_steps is given)", _INT),
@@ -181,9 +183,9 @@ ALIASES = {
 #: Parameters of the job and of transform, not of the training.
 JOB = frozenset(
     {
-        "num_proc", "start_timeout_s", "prediction_col", "probability_col", "raw_prediction_col", "heads",
-        "threshold", "vector_prediction", "use_gpu", "validation_df", "store", "run_id", "input_shapes",
-        "label_shapes",
+        "num_proc", "start_timeout_s", "max_retries", "prediction_col", "probability_col",
+        "raw_prediction_col", "heads", "threshold", "vector_prediction", "use_gpu", "validation_df", "store",
+        "run_id", "input_shapes", "label_shapes",
     }
 )  # fmt: skip
 

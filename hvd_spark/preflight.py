@@ -10,10 +10,18 @@ import sys
 
 from pyspark.sql import DataFrame, SparkSession
 
-from hvd_core.errors import ColumnError, DataError, InvalidArgument, NotEnoughSlots, PreflightError
+from hvd_core.config import Config
+from hvd_core.errors import (
+    ColumnError,
+    DataError,
+    InvalidArgument,
+    NotEnoughSlots,
+    PlainTextRefused,
+    PreflightError,
+)
 from hvd_core.train import Column, Layout, TrainSpec, plan_layout
 
-from . import session
+from . import gpus, session
 from .columns import columns_of, with_shapes_of
 
 
@@ -24,13 +32,21 @@ def check_cluster(spark: SparkSession, num_proc: int | None) -> int:
         raise PreflightError(f"num_proc must be a whole number of at least 1, not {num_proc!r}")
     _check_dynamic_allocation(spark)
     check_interpreter(spark)
-    available = session.slots(spark, num_proc or 1)
+    _check_encryption(spark, num_proc)
+    found = gpus.slots(spark, num_proc)
+    available = found.count
     if num_proc is None:
         if not available:
             raise PreflightError(
                 "num_proc is not given and the number of slots is unknown here; set num_proc"
             )
         return available
+    if available is not None and available < num_proc and found.profile is not None:
+        raise NotEnoughSlots(
+            f"{num_proc} ranks need {num_proc} GPUs that are free at the same time, but there are GPUs for "
+            f"{available}: set num_proc to at most {available}, or let ranks share a GPU "
+            "(spark.task.resource.gpu.amount=0.5, ...)"
+        )
     if available is not None and available < num_proc:
         raise NotEnoughSlots(
             f"{num_proc} ranks need {num_proc} slots that are free at the same time, but the cluster has "
@@ -38,6 +54,34 @@ def check_cluster(spark: SparkSession, num_proc: int | None) -> int:
             "more executors, or a smaller spark.task.cpus)"
         )
     return num_proc
+
+
+#: What makes Spark encrypt what its processes say to each other.
+_ENCRYPTED = (
+    "spark.ssl.enabled",
+    "spark.ssl.rpc.enabled",
+    "spark.network.crypto.enabled",
+    "spark.authenticate.enableSaslEncryption",
+)
+
+
+def encrypted(spark: SparkSession) -> str | None:
+    """The setting by which this cluster encrypts what crosses the network."""
+    context = session.context_of(spark)
+    if context is not None and session.is_local(context):
+        return None  # one process; nothing leaves it
+    return next((key for key in _ENCRYPTED if session.setting(spark, key).lower() == "true"), None)
+
+
+def _check_encryption(spark: SparkSession, num_proc: int | None) -> None:
+    setting = encrypted(spark)
+    if setting is None or num_proc == 1 or Config.from_env().plain_text:
+        return
+    raise PlainTextRefused(
+        f"{setting}=true asks for encryption, and ranks on different hosts talk to each other without it "
+        "(they authenticate, but gradients and weights can be read on the network): if that network is "
+        "trusted, set HVD_PLAIN_TEXT=1; num_proc=1 needs none"
+    )
 
 
 def _check_dynamic_allocation(spark: SparkSession) -> None:

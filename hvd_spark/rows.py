@@ -37,7 +37,8 @@ def beat(rank: int) -> pa.RecordBatch:
 
 
 def failure(what: RankFailure, stage: str, exception: bytes = b"") -> pa.RecordBatch:
-    """stage: "rows" while the shard was made, "rank" from the rank's start on. exception: pickled."""
+    """stage: "rows" while the shard was made, "missing" if a module was not there, "rank" from the rank's
+    start on. exception: pickled."""
     return batch(what.rank, f"failure/{stage}", what.to_json().encode() + b"\n" + exception)
 
 
@@ -63,9 +64,9 @@ class Failure:
 
 @dataclass
 class Collected:
-    """What a job's rows say, by final rank."""
+    """What a job's rows say, by final rank. results: in parts, as they came."""
 
-    results: dict[int, bytes] = field(default_factory=dict)
+    results: dict[int, list[bytes]] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
 
@@ -73,15 +74,13 @@ class Collected:
 def read(collected: Iterable[Any]) -> Collected:
     """Reads `(rank, kind, data)` rows; those of one rank are in the order they were yielded."""
     out = Collected()
-    chunks: dict[int, list[bytes]] = {}
     for rank, kind, data in collected:
         if kind == "result":
-            chunks.setdefault(rank, []).append(data)
+            out.results.setdefault(rank, []).append(data)
         elif kind == "rows":
             out.rows[rank] = json.loads(bytes(data))["rows"]
         elif kind.startswith("failure/"):
             text, _, exception = bytes(data).partition(b"\n")
             what = RankFailure.from_json(text.decode()).with_rank(rank)
             out.failures.append(Failure(what, kind.partition("/")[2], exception))
-    out.results = {rank: b"".join(parts) for rank, parts in chunks.items()}
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from hvd_core.train.trackers import tracking_env
 
 from . import preflight, session
 from .launcher import JobSpec, launch
+from .parcel import Parcel
+from .parts import unpickled
 
 #: Worth importing once before ranks are forked; of the frameworks those that the driver has loaded.
 _PRELOAD = ("hvd_core.basics", "hvd_core.world", "hvd_core.launch")
@@ -53,7 +54,7 @@ def run(
     size = preflight.check_cluster(spark, num_proc)
     spec = JobSpec(
         size,
-        payload,
+        Parcel.of(spark, payload),
         f"hvd: {getattr(fn, '__qualname__', 'function')} on {size} ranks",
         preload=(*_PRELOAD, *(adapter for name, adapter in _FRAMEWORKS.items() if name in sys.modules)),
         env=dict(env or {}),
@@ -62,4 +63,4 @@ def run(
         start_timeout_s=start_timeout_s,
     )
     outcome = launch(spark.range(0, size, 1, size), spec)
-    return [pickle.loads(value) for value in outcome.results]
+    return [unpickled(parts) for parts in outcome.results]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from hvd_core.errors import LaunchFailed
+from hvd_core.launch.gpus import gpus_for
 from hvd_core.train.predict import Predictor
 
 from .outputs import OutColumn
@@ -83,13 +85,9 @@ def own_device() -> str | None:
 
 
 def gpu_index(addresses: list[str], environ: Mapping[str, str], count: int) -> int:
-    """Which of the `count` visible GPUs is meant by Spark's first address.
-
-    Addresses are those of the machine, indices those of CUDA_VISIBLE_DEVICES; without an address the first.
-    """
-    if not addresses:
+    """Which of the `count` visible GPUs Spark means; the first where it means one that is not visible."""
+    try:
+        index = gpus_for(0, environ.get("CUDA_VISIBLE_DEVICES"), addresses).index or 0
+    except LaunchFailed:
         return 0
-    visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if addresses[0] in visible:
-        return visible.index(addresses[0])
-    return int(addresses[0]) if addresses[0].isdigit() and int(addresses[0]) < count else 0
+    return index if index < count else 0

@@ -51,20 +51,21 @@ def setting(spark: SparkSession, key: str, default: str = "") -> str:
         return default
 
 
-def slots(spark: SparkSession, wanted: int) -> int | None:
+def slots(spark: SparkSession, wanted: int, wait_s: float | None = None, profile: Any = None) -> int | None:
     """How many tasks can run at once; None when that cannot be known (Connect, unless settings say it).
 
-    Waits a few seconds for executors to register while there are fewer than `wanted`, except in local mode.
+    Waits a few seconds (`wait_s`) for executors to register while there are fewer than `wanted`, except in
+    local mode. profile: Java's, None for the session's own.
     """
     context = context_of(spark)
     if context is None:
         return _slots_by_settings(spark)
-    deadline = time.monotonic() + (0 if is_local(context) else _SLOTS_WAIT_S)
+    deadline = time.monotonic() + (0 if is_local(context) else _SLOTS_WAIT_S if wait_s is None else wait_s)
     while True:
         try:
             java = context._jsc.sc()
-            profile = java.resourceProfileManager().defaultResourceProfile()
-            found = int(java.maxNumConcurrentTasks(profile))
+            default = java.resourceProfileManager().defaultResourceProfile()
+            found = int(java.maxNumConcurrentTasks(default if profile is None else profile))
         except Exception:  # noqa: BLE001  an internal of Spark's scheduler: where it is absent we do without
             return None
         if found >= wanted or time.monotonic() > deadline:
@@ -120,14 +121,15 @@ def idle_timeout_s(spark: SparkSession) -> float:
         return 0.0
 
 
-def map_in_arrow(frame: DataFrame, function: Callable[..., Any], schema: Any, *, barrier: bool) -> DataFrame:
+def map_in_arrow(
+    frame: DataFrame, function: Callable[..., Any], schema: Any, *, barrier: bool, profile: Any = None
+) -> DataFrame:
     """`frame.mapInArrow`, which asks for pandas in a certain version although pandas takes no part in it."""
     with warnings.catch_warnings(), _no_pandas_needed(), _our_interpreter(context_of(frame.sparkSession)):
         warnings.simplefilter("ignore", FutureWarning)
-        return (
-            frame.mapInArrow(function, schema, barrier=True)
-            if barrier
-            else frame.mapInArrow(function, schema)
+        asked: dict[str, Any] = {"barrier": True} if barrier else {}  # Sparks before 4.0 know no profile
+        return frame.mapInArrow(
+            function, schema, **asked, **({} if profile is None else {"profile": profile})
         )
 
 

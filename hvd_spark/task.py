@@ -32,10 +32,12 @@ from hvd_core.launch import Assignment, RankProcess, Template
 from hvd_core.launch import failure as failures
 from hvd_core.launch.cpus import thread_env
 from hvd_core.launch.events import Failed, Output, Report, Result
+from hvd_core.launch.gpus import gpus_for
 from hvd_core.world import World
 
 from . import rows
 from .feed import Address, FeedClient
+from .guard import MISSING
 from .parcel import Parcel
 
 #: A rank gets this long to leave by itself when another one failed.
@@ -57,7 +59,8 @@ class JobPlan:
     ignored.
     token: the job's secret, 32 bytes. preload: modules that the template imports before ranks are forked.
     sys_path: where the driver finds modules, when tasks run on its machine: functions travel by name then.
-    beat_s: yield a row at least this often; None: no need.
+    beat_s: yield a row at least this often; None: no need. attempt: how many before this one have failed;
+    a `fn` that gets a shard is told. gpus: how many Spark gives a rank, if it gives any.
     """
 
     size: int
@@ -70,6 +73,8 @@ class JobPlan:
     config: Config = field(default_factory=Config)
     feed: Address | None = None
     beat_s: float | None = None
+    attempt: int = 0
+    gpus: float = 0.0
 
 
 def barrier_task(plan: JobPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -114,7 +119,7 @@ class _Task:
             pass
         offers = [json.loads(text) for text in gathering.result()]
         if mine is not None:
-            yield rows.failure(mine, "rows" if process is None else "rank")
+            yield rows.failure(mine, _stage(mine, process))
         if process is None or any("error" in other for other in offers):
             return
         order = World.arrange([other["endpoint"] for other in offers])
@@ -158,19 +163,31 @@ class _Task:
 
             shard = self._pack(plan.layout, batches)
             taken, fds = shard.rows, tuple(shard.fds)
-            payload = cloudpickle.dumps((with_shard, (payload, shard.description), {}))
+            payload = cloudpickle.dumps((with_shard, (payload, shard.description, plan.attempt), {}))
         for _ in batches:
             pass  # Spark uses a worker again only if it has read its input to the end
         listener = Listener.bind(plan.config)
         stack.callback(listener.close)
         own = replace(plan.config, shard_dir=_shard_dir(plan.config) or "")
-        env = {**own.to_env(), **plan.env}
+        env = {**own.to_env(), **self._own_gpus(), **plan.env}
         process = template.fork(payload, fds=fds, env=env, threads=threads)
         for fd in fds:
             os.close(fd)
         stack.callback(process.close)
         stack.callback(process.kill, _GRACE_S)
         return taken, listener, process
+
+    def _own_gpus(self) -> dict[str, str]:
+        """What shows the rank the GPUs that Spark has given to this task, and no others; it has not started
+        CUDA yet."""
+        given = self.context.resources().get("gpu")
+        if given is None:
+            return {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = gpus_for(self.rank, visible, given.addresses, per_rank=self.plan.gpus or 1.0)
+        if found.warning and self.rank == 0:
+            self._tell([{"kind": "log", "line": f"hvd: {found.warning}"}])
+        return {"CUDA_VISIBLE_DEVICES": found.mask}
 
     def _endpoint_of(self, process: RankProcess) -> Generator[pa.RecordBatch, None, str]:
         """Where the rank listens, once its template has imported its modules. Raises RankFailed."""
@@ -320,9 +337,19 @@ class _Background:
 
 def describe(rank: int, error: Exception) -> RankFailure:
     """What the supervisor itself, or a rank that did not get as far as its endpoint, ran into."""
+    what = failures.describe(error, rank)
     if isinstance(error, RankFailed):
-        return error.failure.with_rank(rank)
-    return failures.describe(error, rank)
+        what = error.failure.with_rank(rank)
+    if what.exc_type == ModuleNotFoundError.__name__:
+        what = replace(what, message=f"{what.message} ({sys.executable})")
+    return what
+
+
+def _stage(what: RankFailure, process: RankProcess | None) -> str:
+    """Where a task got to that has no endpoint: see `rows.failure`."""
+    if what.exc_type == ModuleNotFoundError.__name__:
+        return MISSING
+    return "rows" if process is None else "rank"
 
 
 # Kept between jobs: Spark uses a Python worker again, and a warm template forks a rank in 0.1 s. It dies with

@@ -27,6 +27,7 @@ class Watch:
     def __init__(self, spark: Any, tag: str, runner: threading.Thread):
         self._spark, self._tag, self._runner = spark, tag, runner
         self._ran_at: float | None = None  # when a task of this job was last seen, or first looked for
+        self._told_to_run = False
         self._turn_at = 0.0  # when another job of this process last had its turn
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,7 +59,7 @@ class Watch:
             others = [watch for watch in self._open if watch is not self]
         if any(watch._runs() for watch in others):
             self._turn_at = time.monotonic()
-        if self._ran_at is None or self._done.is_set():
+        if self._ran_at is None or self._told_to_run or self._done.is_set():
             return 0.0
         return time.monotonic() - max(self._ran_at, self._turn_at)
 
@@ -69,7 +70,9 @@ class Watch:
     def _runs(self) -> bool:
         """Of its own: two jobs that wait for a third do not take each other for running."""
         ran_at = self._ran_at
-        return self._done.is_set() or (ran_at is not None and time.monotonic() - ran_at < _GAP_S)
+        if self._done.is_set() or self._told_to_run:
+            return True
+        return ran_at is not None and time.monotonic() - ran_at < _GAP_S
 
     def _poll(self, context: Any) -> None:
         tracker = context._jsc.sc().statusTracker()
@@ -85,8 +88,11 @@ class Watch:
 
     def _told(self, stages: Any, inflight_tasks: int, operation_id: Any, done: bool) -> None:
         """Called for every operation of the session, on its own thread."""
-        if threading.current_thread() is self._runner and (inflight_tasks or self._ran_at is None):
-            self._ran_at = time.monotonic()
+        if threading.current_thread() is self._runner:
+            # What was said holds until something else is said: some servers tell of changes only.
+            self._told_to_run = bool(inflight_tasks)
+            if inflight_tasks or self._ran_at is None:
+                self._ran_at = time.monotonic()
 
 
 def _stages(tracker: Any, job: int) -> list[int]:

@@ -40,6 +40,9 @@ class Config:
     #: "fp16" for half the bytes. Every host then rounds, so the bits depend on which ranks share a host; all
     #: ranks still get the same.
     wire_dtype: str = field(default="", metadata={"one_of": ("", "bf16", "fp16")})
+    #: 1: ranks may talk to each other, and tell the driver how far they are, in plain text also where Spark
+    #: encrypts its own connections. They authenticate in any case.
+    plain_text: int = 0
     #: Highest kernel set to use: "", "avx512", "avx2" or "baseline". All give the same bits.
     kernels: str = ""
     #: Rank 0 writes a timeline of all ranks to this file, for a trace viewer; "" or "DYNAMIC": not before

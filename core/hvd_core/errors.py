@@ -78,6 +78,10 @@ class NotEnoughSlots(PreflightError):
     """More ranks than the cluster can run at the same time. Names needed and available."""
 
 
+class PlainTextRefused(PreflightError):
+    """The cluster encrypts its connections and hvd would not. Names the setting that accepts that."""
+
+
 class NotPicklable(PreflightError, TypeError):
     """Something the ranks need cannot be sent to them. Names the variable."""
 
@@ -102,6 +106,16 @@ class LaunchFailed(HvdError, RuntimeError):
     """Ranks could not be started, or the process they are forked from died."""
 
     retryable = True
+
+
+class JobCancelled(HvdError, RuntimeError):
+    """Somebody cancelled the job while it ran: from the engine's UI, by its job group or tag. Its ranks have
+    ended."""
+
+
+class StorageFull(HvdError, OSError):
+    """The rows of a rank did not fit where they were to go. Names the directory, the bytes and the
+    setting."""
 
 
 class LaunchTimeout(HvdError, TimeoutError):
@@ -173,11 +187,13 @@ class RankFailed(HvdError, RuntimeError):
     rank.
 
     The text is at most 60 lines: the headline, then the user's part of the traceback. When the rank's
-    exception could be unpickled it is `__cause__`.
+    exception could be unpickled it is `__cause__`. attempts: how many there were, of which this is the
+    first.
     """
 
-    def __init__(self, failure: RankFailure):
+    def __init__(self, failure: RankFailure, attempts: int = 1):
         self.failure = failure
+        self.attempts = attempts
         super().__init__(self._text())
 
     @property
@@ -190,8 +206,12 @@ class RankFailed(HvdError, RuntimeError):
 
     def _text(self) -> str:
         lines = [self.failure.headline()]
+        if self.attempts > 1:
+            lines.append(
+                f"{self.attempts} attempts failed (max_retries={self.attempts - 1}), this is the first"
+            )
         body = self.failure.traceback.rstrip().splitlines()
-        room = _MAX_LINES - len(lines[0].splitlines()) - 2
+        room = _MAX_LINES - len("\n".join(lines).splitlines()) - 2
         if len(body) > room:
             body = [
                 *body[: room // 2],
@@ -201,4 +221,4 @@ class RankFailed(HvdError, RuntimeError):
         return "\n".join(lines + body)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.failure,))
+        return (type(self), (self.failure, self.attempts))

@@ -173,3 +173,51 @@ def kill_worker(directory: str) -> None:
         stat = Path(f"/proc/{os.getppid()}/stat").read_text()
         os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
     time.sleep(120)
+
+
+def end_executor() -> None:
+    """SIGKILL for the JVM above this rank."""
+    pid = os.getpid()
+    while Path(f"/proc/{pid}/comm").read_text().strip() != "java":
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(pid, signal.SIGKILL)
+
+
+def kill_executor(directory: str) -> None:
+    """Rank 1 kills the executor that it runs in."""
+    rank = own_pid(directory)
+    if rank == 1:
+        end_executor()
+    time.sleep(120)
+
+
+def see_gpus() -> dict[str, Any]:
+    """Which GPUs this rank is shown, before it has imported torch, and who is with it."""
+    import sys
+
+    early = "torch" in sys.modules
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    from hvd_core import basics
+
+    basics.init()
+    group = basics.default_group()
+    executor = os.stat("/proc/self/cwd").st_ino  # each has a working directory of its own
+    return {
+        "mask": mask,
+        "early": early,
+        "executor": executor,
+        "rank": group.rank,
+        "local": [basics.local_rank(), basics.local_size(), basics.cross_size()],
+        "sum": float(group.allreduce(np.array([group.rank + 1.0]), name="sum")[0]),
+    }
+
+
+def use_up_memory(directory: str) -> None:
+    """Rank 1 wants more memory than its limit lets it have."""
+    import resource
+
+    rank = own_pid(directory)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        np.ones(16 << 30, np.uint8)
+    time.sleep(120)

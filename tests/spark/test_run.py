@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 
 import hvd_spark
-from hvd_spark import InvalidArgument, NotEnoughSlots, NotPicklable, RankFailed, launcher, session
+from hvd_core.errors import JobCancelled
+from hvd_spark import (
+    InvalidArgument,
+    NotEnoughSlots,
+    NotPicklable,
+    PreflightError,
+    RankFailed,
+    launcher,
+    session,
+)
 from hvd_spark.feed import FeedServer
 
 from . import jobs
@@ -149,6 +158,80 @@ def test_more_ranks_than_slots(spark: Any) -> None:
         hvd_spark.run(jobs.reduce_rank, num_proc=4)
     assert time.monotonic() - start < LIMIT_S
     assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+
+def test_cancelled_by_its_job_group(spark: Any, tmp_path: Path) -> None:
+    """As from the UI; the group is the one that the user's thread was in."""
+    context = spark.sparkContext
+    context.setJobGroup("mine", "of the user")
+    try:
+        with jobs.on_word(tmp_path / "word", lambda _: context.cancelJobGroup("mine")):
+            with pytest.raises(JobCancelled, match="cancelled job group mine"):
+                hvd_spark.run(jobs.sleep_and_say, (str(tmp_path), str(tmp_path / "word")), num_proc=2)
+        assert_gone(tmp_path)
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)
+    assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
+
+
+def test_out_of_memory_in_a_rank(spark: Any, tmp_path: Path) -> None:
+    error = failed(jobs.use_up_memory, str(tmp_path))
+    assert "rank 1 raised " in str(error) and "MemoryError" in str(error).splitlines()[0]
+    assert isinstance(error.__cause__, MemoryError) and not error.retryable
+    assert_gone(tmp_path)
+
+
+@pytest.fixture
+def lacking(spark: Any, tmp_path: Path, monkeypatch: Any) -> Any:
+    """lacking(name): the executors' Python has no module of that name; `python -c` has, so only the tasks can
+    find out."""
+
+    def hide(name: str) -> str:
+        (tmp_path / "sitecustomize.py").write_text(f"""
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+""")
+        wrapper = tmp_path / "python3"
+        wrapper.write_text(
+            f"""#!/bin/sh
+if [ "$1" = -m ]; then export PYTHONPATH={tmp_path}:$PYTHONPATH; fi
+exec {sys.executable} "$@"
+"""
+        )
+        wrapper.chmod(0o755)
+        monkeypatch.setattr(spark.sparkContext, "pythonExec", str(wrapper))
+        return socket.gethostname()
+
+    return hide
+
+
+@pytest.mark.parametrize("name", ["hvd_spark", "hvd_core", "cloudpickle"])
+def test_hvd_missing_on_the_executors(spark: Any, lacking: Any, name: str) -> None:
+    host, start = lacking(name), time.monotonic()
+    with pytest.raises(PreflightError) as caught:
+        hvd_spark.run(jobs.reduce_rank, num_proc=2)
+    assert time.monotonic() - start < 15
+    assert f"No module named '{name}" in str(caught.value)
+    assert sys.executable in str(caught.value) and f" on {host}:" in str(caught.value)
+
+
+def test_a_module_of_the_function_is_missing_on_the_executors(
+    spark: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It is found, by the name of the host, before any rank has run a line."""
+    (tmp_path / "only_here.py").write_text("def fn(path):\n    open(path, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import only_here  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(session, "import_path", lambda spark: ())
+    with pytest.raises(PreflightError, match=r"No module named 'only_here'.* on ") as caught:
+        hvd_spark.run(only_here.fn, (str(tmp_path / "ran"),), num_proc=2)
+    assert socket.gethostname() in str(caught.value) and "addPyFile" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
 
 
 class Writer:

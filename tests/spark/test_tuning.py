@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from hvd_core.train.torch_state import weights_bytes
 from hvd_spark import HorovodEstimator, HorovodModel, InvalidArgument, estimator
+from hvd_spark.parts import unpickled
 
 from . import nets
 
@@ -27,7 +29,7 @@ def linear(**options: Any) -> HorovodEstimator:
     torch.manual_seed(3)
     return HorovodEstimator(
         model=nets.OneInput(2), optimizer=nets.sgd, loss=nn.MSELoss(), feature_cols=["a", "b"],
-        label_cols="y", num_proc=2, batch_size=30, epochs=3, **options,
+        label_cols="y", num_proc=2, batch_size=30, epochs=6, **options,
     )  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def launches(monkeypatch: Any) -> list[int]:
 
     def counted(frame: Any, job: Any) -> Any:
         outcome = launch(frame, job)
-        seen.append(len(estimator.rank.unpickled(outcome.results[0])))
+        seen.append(len(unpickled(list(outcome.results[0]))))
         return outcome
 
     launch = estimator.launch
@@ -60,7 +62,7 @@ def test_maps_share_one_ingestion_and_train_as_if_alone(spark: Any, df: Any, lau
     ]
     models = est.fit(df, maps)
     assert launches == [3, 1]
-    assert [len(m.history) for m in models] == [3, 1, 3, 3]
+    assert [len(m.history) for m in models] == [6, 1, 6, 6]
     assert (
         [m.getLearningRate() for m in models[:2]] == [0.3, 0.01]
         if hasattr(models[0], "getLearningRate")
@@ -71,6 +73,24 @@ def test_maps_share_one_ingestion_and_train_as_if_alone(spark: Any, df: Any, lau
     assert torch.equal(weights(models[2]), weights(alone[1]))
     assert models[2].history[0]["steps"] == 10
     assert not est.isSet(est.learningRate)
+
+
+def test_large_models_come_back_in_several_jobs(
+    spark: Any, df: Any, launches: list[int], monkeypatch: Any
+) -> None:
+    """As many in one job as the limit allows, and no model stays with the iterator that was handed out."""
+    est = linear()
+    maps = [{est.learningRate: rate} for rate in (0.1, 0.2, 0.3)]
+    models = est.fit(df, maps)
+    together = [weights(model) for model in models]
+    nbytes = len(weights_bytes(models[0].getModel().state_dict()))
+    monkeypatch.setattr(estimator, "_TOGETHER_NBYTES", 2 * nbytes)
+    launches.clear()
+    found = est.fitMultiple(df, maps)
+    apart = [weights(next(found)[1]) for _ in maps]
+    assert launches == [2, 1]
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+    assert not found._models  # type: ignore[attr-defined]
 
 
 def test_a_bad_map_is_refused_before_anything_runs(df: Any, job_count: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from decimal import Decimal
@@ -378,3 +380,51 @@ def test_batches_end_early_and_hand_errors_on(ahead: bool) -> None:
         with pytest.raises(IndexError):
             next(batches)
     assert threading.active_count() == threads
+
+
+_FULL = """
+import resource, sys
+import numpy as np
+from hvd_core.errors import StorageFull
+from hvd_core.train.shard import BlockFiles
+
+limit = int(sys.argv[2])
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+files = BlockFiles(["input"], int(sys.argv[3]), sys.argv[1])
+try:
+    for _ in range(100):
+        files.write([np.ones((1000, 10))])
+except StorageFull as error:
+    print(error)
+files.close()
+"""
+
+
+def _until_full(directory: Path, limit: int, memory_nbytes: int, *, around: tuple[str, ...] = ()) -> str:
+    command = [*around, sys.executable, "-c", _FULL, str(directory), str(limit), str(memory_nbytes)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_file_that_cannot_grow_names_directory_size_and_settings(tmp_path: Path) -> None:
+    said = _until_full(tmp_path, 250_000, 100_000)
+    assert "320,000 bytes of rows" in said and f"do not fit into {tmp_path} (File too large" in said
+    assert "shard_dir" in said and "HVD_SHARD_MEMORY_BYTES, now 100,000" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_is_used_up_names_the_setting(tmp_path: Path) -> None:
+    said = _until_full(tmp_path, 250_000, 1 << 30)
+    assert "320,000 bytes of rows do not fit into memory" in said and "lower shard_memory_bytes" in said
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A disk of 256 KiB, in a mount namespace of its own."""
+    mount = f'mount -t tmpfs -o size=256k none {tmp_path} && exec "$0" "$@"'
+    around = ("unshare", "--mount", "--map-root-user", "sh", "-c", mount)
+    try:
+        subprocess.run([*around, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no mount namespaces here")
+    said = _until_full(tmp_path, 0, 100_000, around=around)
+    assert f"do not fit into {tmp_path} (No space left on device" in said

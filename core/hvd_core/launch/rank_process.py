@@ -270,7 +270,11 @@ class RankProcess:
         if self._overdue:
             notes.append("it closed its channel without a result and did not exit")
         if -status == signal.SIGKILL and not self._overdue:
-            notes.append("nobody here sent it: often the host or the container had no memory left")
+            peak = self._exit.get("peak_nbytes", 0) / 1e6
+            notes.append(
+                "was it out of memory? nobody here sent the signal, as the system does when a host or a "
+                f"container has no memory left; this rank had up to {peak:,.0f} MB"
+            )
         if said := without_our_frames(self._stderr_tail):
             notes += ["its last lines on stderr:", *(f"  {line}" for line in said)]
         if status >= 0:

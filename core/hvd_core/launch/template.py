@@ -135,9 +135,13 @@ class _Server:
             # What the rank left running goes before the rank is reaped: until then its id cannot be reused.
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            _, code = os.waitpid(pid, 0)
+            _, code, used = os.wait4(pid, 0)
             del self._status_pipes[pid]
-            _tell(status, {"status": os.waitstatus_to_exitcode(code), "at": time.time()})
+            peak_nbytes = used.ru_maxrss << 10
+            _tell(
+                status,
+                {"status": os.waitstatus_to_exitcode(code), "at": time.time(), "peak_nbytes": peak_nbytes},
+            )
             os.close(status)
 
 

@@ -75,6 +75,16 @@ class CheckpointDir:
         """Of what looks like a checkpoint, oldest first."""
         return [name for name in self._storage.folders() if _NAME.match(name)]
 
+    def runs(self) -> set[str]:
+        """Which runs have written what is here, as far as manifests verify."""
+        found = set()
+        for name in self.names():
+            try:
+                found.add(str(self._manifest(name).get("run", "")))
+            except Damaged:
+                continue
+        return found
+
     def write(self, name: str, files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
         """What had this name before is replaced."""
         self._storage.delete(f"{name}/{_MANIFEST}")

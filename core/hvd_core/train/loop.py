@@ -22,7 +22,7 @@ from .progress import Best
 from .quality import examine_shard, troubles
 from .ranks import Ranks, places_of
 from .result import FitResult, OutputSpec
-from .resume import Checkpoints, EpochSums
+from .resume import Attempt, Checkpoints, EpochSums
 from .shard import Shard
 from .spec import EarlyStopping, TrainSpec
 
@@ -59,11 +59,12 @@ def fit_shard(
     *,
     framework: Framework | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
+    attempt: Attempt | None = None,
 ) -> FitResult:
     """Trains in this process; every rank of `group` calls it at the same time with the same spec.
 
     `group` is hvd's default Group (`hvd_core.basics.default_group()`), or None for this process alone.
-    framework: None: the one of the model's type.
+    framework: None: the one of the model's type. attempt: where a launcher tries again after a lost rank.
     on_progress is called on rank 0, about twice a second and at the end of each epoch, with {"epoch",
     "epochs", "step", "steps", "rows_per_s", "loss"} (epoch and step are 0-based; loss is this rank's mean
     in this epoch), at the end of an epoch also "history", its entry. Raises DataError, LossError,
@@ -71,7 +72,7 @@ def fit_shard(
     CheckpointError.
     """
     chosen = framework_for(spec) if framework is None else framework
-    return _Loop(spec, shard, Ranks(group), chosen, on_progress).fit()
+    return _Loop(spec, shard, Ranks(group), chosen, on_progress, attempt or Attempt()).fit()
 
 
 class _Loop:
@@ -82,10 +83,11 @@ class _Loop:
         ranks: Ranks,
         framework: Framework,
         on_progress: Callable[[dict[str, Any]], None] | None,
+        attempt: Attempt,
     ):
         self._spec, self._shard, self._ranks, self._framework = spec, shard, ranks, framework
         self._on_progress = on_progress if ranks.rank == 0 else None
-        self._checkpoints = Checkpoints(spec, ranks, framework)
+        self._checkpoints = Checkpoints(spec, ranks, framework, attempt)
         self._best_weights: bytes | None = None
         self._due = False
         #: Epochs of the history that an earlier process trained, perhaps on other rows.

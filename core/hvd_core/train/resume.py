@@ -27,6 +27,15 @@ class CheckpointWarning(UserWarning):
     """A checkpoint was skipped, or training does not go on exactly where it stopped."""
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a run. A further one (`number` > 0) goes on from the checkpoints that the earlier ones
+    have left, which carry the name `run`, whatever `TrainSpec.resume` says."""
+
+    run: str = ""
+    number: int = 0
+
+
 @dataclass
 class EpochSums:
     """What this rank has added up in the epoch under way, before a resume too. rate: of its first step."""
@@ -41,8 +50,9 @@ class Checkpoints:
     """All ranks call each method at the same time; rank 0 reads, writes and decides. Without a
     `checkpoint_dir` nothing happens."""
 
-    def __init__(self, spec: TrainSpec, ranks: Ranks, framework: Framework):
-        self._spec, self._ranks, self._framework = spec, ranks, framework
+    def __init__(self, spec: TrainSpec, ranks: Ranks, framework: Framework, attempt: Attempt):
+        self._spec, self._ranks, self._framework, self._attempt = spec, ranks, framework, attempt
+        self._goes_on = spec.resume or attempt.number > 0
         self._enabled = spec.checkpoint_dir is not None
         self._directory: CheckpointDir | None = None
         self._shards: list[str] = []
@@ -58,11 +68,16 @@ class Checkpoints:
         assert self._spec.checkpoint_dir is not None
         self._directory = CheckpointDir(self._spec.checkpoint_dir)
         self._directory.check_writable()
-        if not self._spec.resume and (names := self._directory.names()):
+        names = self._directory.names()
+        if names and not self._spec.resume and not self._are_ours(self._directory):
             raise CheckpointError(
                 f"{self._directory.url} has the checkpoints of an earlier run ({names[-1]}): set "
                 "resume=True to go on with it, or give another directory"
             )
+
+    def _are_ours(self, directory: CheckpointDir) -> bool:
+        """Whether an earlier attempt at this run has written all of them; one cut short tells nothing."""
+        return self._attempt.number > 0 and directory.runs() <= {self._attempt.run}
 
     @property
     def enabled(self) -> bool:
@@ -76,7 +91,7 @@ class Checkpoints:
         if not self._enabled:
             return Progress(), EpochSums()
         self._shards = [d.decode() for d in self._ranks.gather(fingerprint.encode(), "fingerprints")]
-        if not self._spec.resume:
+        if not self._goes_on:
             return Progress(), EpochSums()
         found = self._agree()
         if found is None:
@@ -189,6 +204,7 @@ class Checkpoints:
         }
         facts = {
             **progress.to_facts(),
+            "run": self._attempt.run,
             "size": self._ranks.size,
             "shards": self._shards,
             "spec": describe(self._spec),

@@ -7,10 +7,12 @@ has no name, so nothing is left when the processes that hold it end, however the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,12 +23,14 @@ import numpy as np
 import pyarrow as pa
 
 from .._native import gather_rows, hash_rows, sort_by_hash
-from ..errors import DataError
+from ..errors import DataError, StorageFull
 from .columns import Layout
 from .pack import Packer
 
 #: Only tells equal rows from different ones; any value serves as long as all runs use the same.
 _HASH_SEED = 0x68766421
+#: No room: on the disk, in the quota, in a file of that size, in memory.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM})
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,15 @@ class BlockFiles:
         self.nbytes = 0
 
     def write(self, arrays: Sequence[np.ndarray]) -> None:
-        """The same number of rows for each block, C-contiguous."""
+        """The same number of rows for each block, C-contiguous. Raises StorageFull."""
         self.nbytes += sum(a.nbytes for a in arrays)
-        if self.nbytes > self._memory_bytes and not self.spilled:
-            self._spill()
-        for fd, array in zip(self.fds, arrays, strict=True):
-            _write(fd, array)
+        try:
+            if self.nbytes > self._memory_bytes and not self.spilled:
+                self._spill()
+            for fd, array in zip(self.fds, arrays, strict=True):
+                _write(fd, array)
+        except OSError as error:
+            raise (self._full(error) if error.errno in _FULL else error) from error
         self.rows += len(arrays[0])
 
     def describe(self, blocks: Sequence[Mapping[str, Any]], nulls: Mapping[str, int]) -> bytes:
@@ -113,6 +120,20 @@ class BlockFiles:
     def close(self) -> None:
         while self.fds:
             os.close(self.fds.pop())
+
+    def _full(self, error: OSError) -> StorageFull:
+        if self.nbytes <= self._memory_bytes:
+            return StorageFull(
+                f"{self.nbytes:,} bytes of rows do not fit into memory ({error.strerror}): lower "
+                f"shard_memory_bytes (HVD_SHARD_MEMORY_BYTES, now {self._memory_bytes:,}) to use a disk"
+            )
+        free = shutil.disk_usage(self._directory).free
+        return StorageFull(
+            f"{self.nbytes:,} bytes of rows, and more to come, do not fit into {self._directory} "
+            f"({error.strerror}, {free:,} bytes free): set shard_dir (HVD_SHARD_DIR) to a directory of a "
+            "larger disk, or keep them in memory by a higher shard_memory_bytes (HVD_SHARD_MEMORY_BYTES, now "
+            f"{self._memory_bytes:,})"
+        )
 
     def _spill(self) -> None:
         for i, memory in enumerate(self.fds):

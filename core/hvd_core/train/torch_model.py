@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from ..errors import InvalidArgument, LossError, PreflightError
 from .columns import ModelFacts
 from .spec import TrainSpec
+from .torch_copy import read_into
 from .torch_losses import terms_for
-from .torch_state import read_weights
 
 
 def build_model(spec: TrainSpec) -> nn.Module:
@@ -127,5 +128,4 @@ def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
 
 def load_weights(model: nn.Module, weights: bytes) -> nn.Module:
     """Puts `FitResult.weights` into a model of the same class; returns it, in evaluation mode."""
-    model.load_state_dict(read_weights(weights))
-    return model.eval()
+    return read_into(model, BytesIO(weights))

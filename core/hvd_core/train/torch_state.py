@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,13 @@ from .tree import Typed
 #: The one key of safetensors' metadata (of several the order, and so the bytes, would vary). Its JSON:
 #: "plain", what is no tensor; "complex", which tensors are stored as pairs of real numbers.
 _ABOUT = "hvd"
+#: By safetensors' names.
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 _INTS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -54,6 +62,27 @@ def read_weights(weights: bytes) -> dict[str, Any]:
     for name in about["complex"]:
         state[name] = torch.view_as_complex(state[name])
     return {**state, **about["plain"]}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor in a file of weights. is_pairs: the real numbers of a complex one, in a last axis of two."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_pairs: bool
+
+
+def opened_weights(file: Any) -> tuple[list[tuple[str, Form]], dict[str, Any]]:
+    """Reads the head of what `weights_bytes` gave: the tensors in the order in which their bytes follow, and
+    what is no tensor."""
+    head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    about = json.loads(head.pop("__metadata__")[_ABOUT])
+    forms = {
+        name: Form(_DTYPES[entry["dtype"]], tuple(entry["shape"]), name in about["complex"])
+        for name, entry in sorted(head.items(), key=lambda item: item[1]["data_offsets"])
+    }
+    return list(forms.items()), about["plain"]
 
 
 def check_same_model(model: nn.Module, state: Mapping[str, Any]) -> None:
