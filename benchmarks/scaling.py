@@ -20,7 +20,7 @@ from race import at_the_mean_rate, median_us, race, ratio
 from side_by_side import Ranks
 
 #: Steps of a turn, between two of which nobody is made to wait.
-STEPS = 4
+STEPS = 3
 
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "MLP 25 M": (lambda: training.mlp(6), (256, 2048)),
