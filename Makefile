@@ -18,7 +18,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Spark's executors must run the interpreter that the driver runs.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: help venv native demo test test-oldest test-cpp check check-sanitizers format bench clean
+.PHONY: help venv native demo test test-slow test-oldest test-cpp check check-sanitizers format bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -n 6
@@ -64,7 +64,11 @@ demo: $(VENV)/.native
 	$(BIN)/python examples/flight_delays.py
 
 test: $(VENV)/.native test-cpp
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m "not slow"
+
+# What `make test` leaves out: clusters, kernels of notebooks, benchmarks, a wheel.
+test-slow: $(VENV)/.native
+	$(BIN)/python -m pytest tests -m slow
 
 test-oldest: $(VENV)/.native
 	scripts/oldest.sh

@@ -12,6 +12,8 @@ import pytest
 from . import cluster_job, jobs
 from .drivers import facts, started
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cluster() -> dict[str, Any]:

@@ -11,6 +11,8 @@ from .drivers import facts, started
 
 pytest.importorskip("grpc_status")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:

@@ -24,6 +24,8 @@ from hvd_spark import HorovodEstimator, HorovodModel, InvalidArgument
 
 from . import nets
 
+pytestmark = pytest.mark.slow
+
 #: hvd cannot be imported; what is loaded must not even try.
 WITHOUT_HVD = """
 import json, sys, warnings

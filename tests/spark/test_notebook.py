@@ -13,6 +13,8 @@ import pytest
 
 from hvd_spark.cell import as_html
 
+pytestmark = pytest.mark.slow
+
 SETUP = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
@@ -100,7 +102,6 @@ def pids(text: str) -> list[int]:
     return [int(line.split()[-1]) for line in text.splitlines() if " is " in line]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
 @pytest.mark.filterwarnings("ignore")
 def test_an_interrupted_fit_leaves_no_rank_and_a_kernel_that_goes_on(notebook: Notebook) -> None:

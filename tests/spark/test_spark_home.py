@@ -17,6 +17,8 @@ from .drivers import facts
 
 pyspark = pytest.importorskip("pyspark")
 
+pytestmark = pytest.mark.slow
+
 
 def python_without_pyspark(directory: Path) -> Path:
     """A virtual environment of links to everything that this one has, pyspark and py4j left out."""
