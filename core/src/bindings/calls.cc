@@ -116,9 +116,8 @@ PyObject* Start(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Buffer buffer;
     View view;
     LookAt(args[3], args[4], name, &view, &buffer);
-    return Started(args[0], self, nb::borrow(args[3]), nb::borrow(args[4]), how.op, [&] {
-      return face.group().Submit(MakeCall(how, name, view, buffer), Then::kGoesOn);
-    });
+    return Started(args[0], self, nb::borrow(args[3]), nb::borrow(args[4]), how.op,
+                   [&] { return face.group().Submit(MakeCall(how, name, view, buffer), Then::kGoesOn); });
   });
 }
 
