@@ -221,14 +221,15 @@ def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[Horov
     at least, for all unless their weights are large."""
     spec, size, layout = planned[0].spec, planned[0].size, planned[0].layout
     changes = [_difference(one.spec, spec) for one in planned]
+    # What does not pickle is found before any job.
+    payload = dumps(
+        rank.train, (spec, changes, secrets.token_hex(8), _TOGETHER_NBYTES), names=["HorovodEstimator"]
+    )
     frame = preflight.selected(dataset, layout)
     layout = preflight.check_rows(frame, spec, layout)
     name = type(spec.model).__name__ if spec.model is not None else "model"
     times = f", {len(planned)} times" if len(planned) > 1 else ""
     max_retries = planned[0].stage.getMaxRetries()  # type: ignore[attr-defined]
-    payload = dumps(
-        rank.train, (spec, changes, secrets.token_hex(8), _TOGETHER_NBYTES), names=["HorovodEstimator"]
-    )
     parcel = Parcel.of(dataset.sparkSession, payload)
     del payload  # as large as the weights
     job = JobSpec(
