@@ -10,6 +10,18 @@
 #include <type_traits>
 #include <vector>
 
+namespace hvd {
+
+// Sweeps and laps that only repeat themselves are this many times shorter where everything is ten times
+// slower.
+#if defined(HVD_SANITIZED)
+inline constexpr int kFewer = 4;
+#else
+inline constexpr int kFewer = 1;
+#endif
+
+}  // namespace hvd
+
 namespace hvd::check {
 
 struct Test {

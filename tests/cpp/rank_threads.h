@@ -20,14 +20,6 @@
 
 namespace hvd {
 
-// Sweeps and laps that only repeat themselves are this many times shorter where everything is ten times
-// slower.
-#if defined(HVD_SANITIZED)
-inline constexpr int kFewer = 4;
-#else
-inline constexpr int kFewer = 1;
-#endif
-
 inline Clock::time_point In(double seconds) { return Clock::now() + Seconds(seconds); }
 
 inline void OnEveryRank(int size, const std::function<void(int)>& body) {
