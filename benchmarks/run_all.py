@@ -28,6 +28,7 @@ FIGURES = (
     "arena_vs_peers",
     "allreduce_vs_peers",
     "latency",
+    "half",
     "gradient_set",
     "many_small",
     "scaling",

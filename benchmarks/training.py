@@ -1,7 +1,9 @@
-"""Training steps for the figures `step` and `scaling`: a model in three copies, trained in three ways."""
+"""Training steps for the figures `step` and `scaling`: a model in four copies, trained in four ways."""
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,9 @@ from side_by_side import Ranks
 
 import hvd_core.torch as hvd
 
-ALONE, HVD, DDP = "no communication", "hvd", "DDP gloo"
+#: `WAIT` moves no gradient and meets the other rank before each step of the optimizer: what any way to train
+#: in step costs, whatever it is made of.
+ALONE, WAIT, HVD, DDP = "no communication", "barrier only", "hvd", "DDP gloo"
 #: So small that the gradients of the first steps are the same.
 RATE = 1e-6
 
@@ -39,12 +43,18 @@ def _loss(net: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(net(batch), batch.roll(1, -1))
 
 
+#: By way: seconds of each step from the end of its backward to its own end.
+Tails = dict[str, list[float]]
+
+
 def contenders(
     ranks: Ranks, make: Callable[[], torch.nn.Module], batch: torch.Tensor, steps: int = 1
-) -> list[Contender]:
-    """Forward, backward and step, `steps` times a turn, with gradients of nobody, ours, and DDP's."""
+) -> tuple[list[Contender], Tails]:
+    """Forward, backward and step, `steps` times a turn."""
     expected = _mean_gradients(make, batch, ranks.size)
-    return [_way(name, make, batch, steps, expected) for name in (ALONE, HVD, DDP)]
+    tails: Tails = defaultdict(list)
+    ways = [_way(name, make, batch, steps, expected, tails[name]) for name in (ALONE, WAIT, HVD, DDP)]
+    return ways, tails
 
 
 def _mean_gradients(
@@ -67,6 +77,7 @@ def _way(
     batch: torch.Tensor,
     steps: int,
     expected: list[torch.Tensor],
+    tails: list[float],
 ) -> Contender:
     torch.manual_seed(0)
     net: Any = make()
@@ -81,11 +92,15 @@ def _way(
         for _ in range(steps):
             optimizer.zero_grad()
             _loss(net, batch).backward()
+            begin = time.perf_counter()
+            if name == WAIT:
+                hvd.barrier()
             optimizer.step()
+            tails.append(time.perf_counter() - begin)
 
     def check(turn: int) -> None:
         """In the first turns, where the weights have hardly moved; a plan takes over in the second step."""
-        if name == ALONE or turn > 2:
+        if name in (ALONE, WAIT) or turn > 2:
             return
         # What is left of a sum that nearly cancels is rounding of its terms: 1e-7 of the largest.
         rounding = 1e-7 * max(float(gradient.abs().max()) for gradient in expected)

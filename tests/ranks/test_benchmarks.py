@@ -16,12 +16,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: Script → how many rows its quick run has, at least.
 SCRIPTS = {
     "shm_roofline": 4,
-    "step": 3,
-    "scaling": 3,
+    "step": 4,
+    "scaling": 4,
     "tcp": 6,
     "arena_vs_peers": 1,
     "allreduce_vs_peers": 2,
     "latency": 4,
+    "half": 6,
     "gradient_set": 4,
     "many_small": 4,
     "ranks": 3,
