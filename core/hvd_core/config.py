@@ -30,7 +30,8 @@ class Config:
     stall_warn_s: float = 30.0
     #: ... and aborts the Group after this long; 0 waits for ever.
     stall_shutdown_s: float = 600.0
-    #: Forces ranks apart: ranks with different values are treated as being on different hosts.
+    #: Forces ranks apart: ranks with different values are treated as being on different hosts. Those with
+    #: equal ones that share no network namespace (containers) are so too, and rank 0 logs a line.
     host_id: str = ""
     #: Name of the network interface whose address is offered to other hosts; "" asks the routing table.
     interface: str = ""

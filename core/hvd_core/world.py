@@ -44,7 +44,7 @@ class World:
 
 
 def _host_of(endpoint: str) -> str:
-    """The second field, `host=<key>` or `forced=<key>` (core/src/transport/bootstrap.h)."""
+    """The second field, `host=<key>` or `forced=<id>@<key>` (core/src/transport/endpoint.h)."""
     fields = endpoint.split(";")
     return fields[1] if len(fields) > 1 else endpoint
 

@@ -11,6 +11,7 @@
 
 #include "collectives/in_host.h"
 #include "rank_threads.h"
+#include "scheduler/connect.h"
 #include "scheduler/scheduler.h"
 #include "transport/endpoint.h"
 #include "transport/handshake.h"
@@ -52,11 +53,45 @@ TEST(endpoints_survive_their_text) {
   CHECK(listener.ok());
   const std::string text = listener.value()->endpoint().ToString();
   CHECK_EQ(Endpoint::Parse(text).value().ToString(), text);
-  for (const char* bad :
-       {"", "hvd1", "hvd2;host=a;unix=b;tcp=1.2.3.4:5", "hvd1;host=a;unix=b;tcp=1.2.3.4:99999",
-        "hvd1;host=a;unix=b;tcp=1.2.3.4:5x", "hvd1;hos=a;unix=b;tcp=1.2.3.4:5"}) {
+  for (const char* bad : {"", "hvd1", "hvd2;host=a;unix=b;tcp=1.2.3.4:5",
+                          "hvd1;host=a;unix=b;tcp=1.2.3.4:99999", "hvd1;host=a;unix=b;tcp=1.2.3.4:5x",
+                          "hvd1;hos=a;unix=b;tcp=1.2.3.4:5", "hvd1;forced=a;unix=b;tcp=1.2.3.4:5"}) {
     CHECK(!Endpoint::Parse(bad).ok());
   }
+  const Endpoint forced = Listener::Bind("me@home", "").value()->endpoint();
+  const Endpoint read = Endpoint::Parse(forced.ToString()).value();
+  CHECK_EQ(read.ToString(), forced.ToString());
+  CHECK_EQ(read.HostName(), "me@home");
+  CHECK_EQ(read.host, listener.value()->endpoint().host);
+}
+
+TEST(an_id_parts_ranks_and_does_not_join_them) {
+  const auto endpoint = [](const std::string& host) {
+    return Endpoint::Parse("hvd1;" + host + ";unix=u;tcp=10.0.0.1:1").value();
+  };
+  const auto hosts = [&](const std::vector<std::string>& keys) {
+    std::vector<std::string> texts;
+    for (const auto& key : keys) texts.push_back(endpoint(key).ToString());
+    const auto topology = TopologyOf(texts, 0);
+    return topology.ok() ? topology.value().hosts() : -1;
+  };
+  const auto parted = [&](const std::vector<std::string>& keys) {
+    std::vector<Endpoint> endpoints;
+    for (const auto& key : keys) endpoints.push_back(endpoint(key));
+    return PartedRanks(endpoints);
+  };
+  const std::string here = "boot/net:[1]/10.0.0.1", there = "boot/net:[2]/10.0.0.2",
+                    far = "other/net:[1]/10.0.0.3";
+  CHECK_EQ(hosts({"host=" + here, "host=" + here}), 1);
+  CHECK_EQ(hosts({"forced=a@" + here, "forced=b@" + here}), 2);
+  CHECK_EQ(hosts({"forced=a@" + here, "forced=a@" + here}), 1);
+  CHECK_EQ(hosts({"forced=a@" + here, "forced=a@" + there}), 2);
+  CHECK_EQ(hosts({"host=" + here, "host=boot/net:[1]/10.0.0.9"}), 2);  // two of one snapshot
+  CHECK_EQ(parted({"host=" + here, "host=" + here, "host=" + far}), "");
+  CHECK_EQ(parted({"forced=a@" + here, "forced=b@" + here, "forced=c@" + there}), "");
+  CHECK(parted({"forced=b@" + here, "forced=a@" + here, "forced=a@" + there})
+            .starts_with("ranks 1 and 2 have HVD_HOST_ID=a but no network namespace in common"));
+  CHECK(parted({"host=" + here, "host=" + there}).starts_with("ranks 0 and 1 have the same boot id but"));
 }
 
 // -- exchange --

@@ -22,6 +22,11 @@ def add(group: Group, name: str = "x", count: int = 1000) -> float:
     return float(array[-1])
 
 
+def add_and_say_where(group: Group) -> tuple[float, int, int, int]:
+    """A sum of ones over the ranks, the index of this rank's host, of how many, and its number of ranks."""
+    return add(group), group.cross_rank, group.cross_size, group.local_size
+
+
 def add_until_it_fails(group: Group, count: int) -> tuple[str, str, float]:
     """The error of the first allreduce that fails, when it came, and proof that no sum before was wrong."""
     array = np.empty(count, np.float32)

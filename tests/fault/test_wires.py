@@ -16,7 +16,15 @@ import pytest
 from hvd_core import Config
 from hvd_core.errors import CollectiveTimeout
 
-from .calls import abort, add, add_until_it_fails, close, wait_for_death, wait_in_vain
+from .calls import (
+    abort,
+    add,
+    add_and_say_where,
+    add_until_it_fails,
+    close,
+    wait_for_death,
+    wait_in_vain,
+)
 from .ranks import Rank, bound_ranks, connect
 
 pytestmark = pytest.mark.timeout(90)
@@ -203,6 +211,28 @@ def test_hosts_that_share_a_wire_add_up_and_miss_a_dead_rank(layout: tuple[int, 
                 kind, text, at = rank.result()
                 assert (kind, at - killed_at < 2) == ("PeerLost", True), text
                 assert f"lost rank {len(ranks) - 1}" in text
+
+
+@namespaces
+def test_one_host_id_on_hosts_that_share_nothing_joins_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    with _wired_hosts(2) as hosts, _ranks_in([hosts[0], hosts[0], hosts[1]], host_id="me") as ranks:
+        for rank in ranks:
+            rank.start(add_and_say_where)
+        assert [rank.result() for rank in ranks] == [(3, 0, 2, 2), (3, 0, 2, 2), (3, 1, 2, 1)]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("hvd: ")]
+    assert "ranks 0 and 2 have HVD_HOST_ID=me but no network namespace in common" in line
+
+
+@namespaces
+def test_containers_that_share_a_network_namespace_share_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever else they have of their own: mounts, IPC, host name, processes."""
+    container = ("unshare", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
+    with bound_ranks(2, [Config(host_id="me")] * 2, [container, container]) as ranks:
+        assert connect(ranks) == [0, 0]
+        for rank in ranks:
+            rank.start(add_and_say_where)
+        assert [rank.result() for rank in ranks] == [(2, 0, 1, 2)] * 2
+    assert "hvd: " not in capfd.readouterr().err
 
 
 @namespaces

@@ -221,7 +221,7 @@ std::vector<std::string> Corpus() {
     add(FuzzChallenge, TextOf(MakeChallenge(hello, Me())));
   }
   add(FuzzEndpoint, "hvd1;host=4f1c-4026531840;unix=hvd-1-2;tcp=127.0.0.1,10.0.0.7:34567");
-  add(FuzzEndpoint, "hvd1;forced=a;unix=hvd-77-1;tcp=10.1.2.3:1");
+  add(FuzzEndpoint, "hvd1;forced=a@4f1c/net:[1]/10.1.2.3;unix=hvd-77-1;tcp=10.1.2.3:1");
 
   const Member scalar{.name = "loss", .dtype = DType::kFloat64};
   const Member matrix{.name = "grad/fc1.weight", .dtype = DType::kBFloat16, .shape = {12, 4}};

@@ -1,5 +1,6 @@
 #include "scheduler/connect.h"
 
+#include "base/log.h"
 #include "scheduler/scheduler.h"
 #include "transport/wire.h"
 
@@ -103,6 +104,10 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
   const Topology& t = topology.value();
   const auto wire_dtype = WireDType(options.wire_dtype);
   if (!wire_dtype.ok()) return wire_dtype.status();
+  if (me.rank == 0) {
+    if (const std::string parted = PartedRanks(endpoints.value()); !parted.empty())
+      Log(Level::kWarning, parted);
+  }
   auto exchange = std::make_unique<Exchange>(t, Seconds(options.peer_timeout_s));
   HVD_RETURN_IF_ERROR(exchange->status());
   DataLinks data;

@@ -190,8 +190,8 @@ class Bootstrap {
     const auto route = routes_.find(wanted.name.peer);
     if (route == routes_.end()) {
       wanted.why = "Unix socket: " + std::string(why) +
-                   "; it says it is on this host. If it is not, or in another container, give each its own "
-                   "HVD_HOST_ID";
+                   "; it shares this rank's network namespace. If something between them forbids it, give "
+                   "each its own HVD_HOST_ID, and they talk TCP";
       return;
     }
     wanted.why = route->second.address() + ": " + std::string(why);
@@ -278,7 +278,7 @@ class Bootstrap {
     const int pid = pending.is_unix() ? PeerPid(pending.fd()) : 0;
     // How an error names the host: the forced id, or the address over which it was reached.
     const Endpoint& endpoint = endpoints_[static_cast<size_t>(peer)];
-    const std::string reached = endpoint.forced_host ? "" : PeerAddress(pending.fd());
+    const std::string reached = endpoint.forced_id.empty() ? PeerAddress(pending.fd()) : "";
     const std::string where = reached.empty() ? endpoint.HostName() : reached;
     auto link = std::make_unique<SocketLink>(pending.TakeLink());
     if (wanted.name.channel == Channel::kControl) {

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
+#include <map>
 
 #include "base/sha256.h"
 
@@ -36,7 +37,15 @@ std::string RandomHex(size_t nbytes) {
   return hex;
 }
 
-// Boot id and network namespace: processes that differ in one cannot share an abstract socket.
+std::string ToText(uint32_t address) {
+  const in_addr network{htonl(address)};
+  char text[INET_ADDRSTRLEN] = {};
+  ::inet_ntop(AF_INET, &network, text, sizeof text);
+  return text;
+}
+
+// Boot id and network namespace: processes that differ in one cannot share an abstract socket. Machines that
+// were started from one snapshot are equal in both, but not in their addresses.
 std::string KeyOfThisHost() {
   char boot[37] = {};
   if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
@@ -45,16 +54,14 @@ std::string KeyOfThisHost() {
   }
   char space[64] = {};
   [[maybe_unused]] const ssize_t size = ::readlink("/proc/self/ns/net", space, sizeof space - 1);
-  std::string key = std::string(boot) + "/" + space;
-  std::erase_if(key, [](char c) { return c == ';' || c == ','; });
+  std::string key = std::string(boot) + "/" + space + "/";
+  if (const auto interfaces = Interfaces(); interfaces.ok()) {
+    const auto& all = interfaces.value();
+    const auto outer = std::find_if(all.begin(), all.end(), [](const auto& i) { return !i.is_loopback; });
+    if (outer != all.end()) key += ToText(outer->address);
+  }
+  std::erase_if(key, [](char c) { return c == ';' || c == ',' || c == '@'; });
   return key;
-}
-
-std::string ToText(uint32_t address) {
-  const in_addr network{htonl(address)};
-  char text[INET_ADDRSTRLEN] = {};
-  ::inet_ntop(AF_INET, &network, text, sizeof text);
-  return text;
 }
 
 // Addresses of the interfaces that are up, loopback last; only those of `only` unless that is empty.
@@ -136,9 +143,11 @@ Result<Endpoint> Endpoint::Parse(std::string_view text) {
   const auto parts = Split(text, ';');
   if (parts.size() != 4 || parts[0] != kPrefix) return bad();
   Endpoint endpoint;
-  endpoint.forced_host = parts[1].starts_with("forced=");
-  if (!endpoint.forced_host && !parts[1].starts_with("host=")) return bad();
-  endpoint.host = parts[1].substr(parts[1].find('=') + 1);
+  const bool is_forced = parts[1].starts_with("forced=");
+  const size_t at = parts[1].rfind('@');
+  if (is_forced ? at == std::string_view::npos : !parts[1].starts_with("host=")) return bad();
+  if (is_forced) endpoint.forced_id = parts[1].substr(7, at - 7);
+  endpoint.host = parts[1].substr(is_forced ? at + 1 : 5);
   if (!parts[2].starts_with("unix=") || !parts[3].starts_with("tcp=")) return bad();
   endpoint.unix_name = parts[2].substr(5);
   const auto tcp = parts[3].substr(4);
@@ -151,13 +160,30 @@ Result<Endpoint> Endpoint::Parse(std::string_view text) {
   return endpoint;
 }
 
+std::string PartedRanks(std::span<const Endpoint> endpoints) {
+  std::map<std::string, size_t> first;  // by what they look like
+  for (size_t rank = 0; rank < endpoints.size(); ++rank) {
+    const Endpoint& endpoint = endpoints[rank];
+    const bool is_forced = !endpoint.forced_id.empty();
+    const std::string boot = endpoint.host.substr(0, endpoint.host.find('/'));
+    if (!is_forced && boot.empty()) continue;  // there is none
+    const auto [same, is_new] = first.emplace(is_forced ? "@" + endpoint.forced_id : boot, rank);
+    if (is_new || endpoints[same->second].HostKey() == endpoint.HostKey()) continue;
+    return "ranks " + std::to_string(same->second) + " and " + std::to_string(rank) + " have " +
+           (is_forced ? "HVD_HOST_ID=" + endpoint.forced_id : "the same boot id") +
+           " but no network namespace in common, so they share no memory and talk TCP; containers of one "
+           "machine that share one (as with docker's --network=host) are one host";
+  }
+  return "";
+}
+
 Result<std::unique_ptr<Listener>> Listener::Bind(const std::string& host_id, const std::string& interface) {
   if (host_id.find_first_of(";,") != std::string::npos)
     return Status(Code::kInvalid, "HVD_HOST_ID must not contain ';' or ','");
   std::unique_ptr<Listener> listener(new Listener);
   Endpoint& endpoint = listener->endpoint_;
-  endpoint.forced_host = !host_id.empty();
-  endpoint.host = endpoint.forced_host ? host_id : KeyOfThisHost();
+  endpoint.forced_id = host_id;
+  endpoint.host = KeyOfThisHost();
   endpoint.unix_name = "hvd-" + RandomHex(16);
   auto addresses = Addresses(interface);
   if (!addresses.ok()) return addresses.status();

@@ -11,22 +11,31 @@
 
 namespace hvd {
 
-// Where a rank can be reached: "hvd1;host=<key>;unix=<name>;tcp=<address>,...:<port>".
-// Ranks whose `host` is equal are on one host: boot id and network namespace, within which an abstract Unix
-// socket can be reached, or a forced id.
+// Where a rank can be reached: "hvd1;host=<key>;unix=<name>;tcp=<address>,...:<port>", with
+// "forced=<id>@<key>" instead of "host=<key>" if there is an id.
+// Ranks are on one host if both are equal: the key says within what an abstract Unix socket can be reached,
+// and an id only parts them further. Containers with one id, and a network namespace each, are two hosts.
 struct Endpoint {
-  std::string host;
-  bool forced_host = false;
+  std::string host;       // boot id/network namespace/an address
+  std::string forced_id;  // HVD_HOST_ID; "" for none
   std::string unix_name;
   std::vector<std::string> addresses;
   uint16_t port = 0;
 
   std::string ToString() const;
   static Result<Endpoint> Parse(std::string_view text);
-  std::string HostKey() const { return (forced_host ? "forced=" : "host=") + host; }
+  std::string HostKey() const {
+    return forced_id.empty() ? "host=" + host : "forced=" + forced_id + "@" + host;
+  }
   // The host as an error names it: the forced id or the first address.
-  std::string HostName() const { return forced_host || addresses.empty() ? host : addresses.front(); }
+  std::string HostName() const {
+    return !forced_id.empty() ? forced_id : addresses.empty() ? host : addresses.front();
+  }
 };
+
+// What a person should know if ranks that look as if they were on one host, by their ids or by the boot id,
+// are not; "" if there are none.
+std::string PartedRanks(std::span<const Endpoint> endpoints);
 
 // An IPv4 address of this host; host byte order.
 struct Interface {
