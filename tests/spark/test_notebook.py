@@ -1,9 +1,11 @@
-"""In a real kernel: progress and what ranks print are in the cell; an interrupt ends the ranks."""
+"""In a real kernel: the quickstart; progress and what ranks print are in the cell; an interrupt ends them."""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 from hvd_spark.cell import as_html
 
 pytestmark = pytest.mark.slow
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "spark_quickstart.ipynb"
 
 SETUP = """
 import os, sys, warnings
@@ -134,6 +138,35 @@ def test_an_interrupted_fit_leaves_no_rank_and_a_kernel_that_goes_on(notebook: N
     assert errors(failed) == ["RankFailed"]
     again = notebook.cell("print(hvd_spark.run(lambda: 7, num_proc=2))")
     assert said(again) == "[7, 7]\n"
+
+
+@pytest.mark.timeout(300, func_only=True)
+@pytest.mark.filterwarnings("ignore")
+def test_the_quickstart(notebook: Notebook) -> None:
+    pytest.importorskip("sklearn")
+    cells = json.loads(QUICKSTART.read_text())["cells"]
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    done = []
+    for cell in codes:
+        done += notebook.cell("".join(cell["source"]))
+        assert errors(done) == [], cell["source"]
+    text = said(done)
+    found = re.search(r"right: ([\d.]+)%; who always says the same is right in ([\d.]+)%", text)
+    assert found is not None and float(found[1]) > 94 > 75 > float(found[2]), text
+    areas = [float(area) for area in re.findall(r"area under ROC ([\d.]+)", text)]
+    assert len(areas) == 3 and max(areas) > 0.97
+    assert "the same predictions after saving and loading: True" in text
+    assert sorted(re.findall(r"\[\d\] I am rank \d of 2", text)) == [
+        "[0] I am rank 0 of 2",
+        "[1] I am rank 1 of 2",
+    ]
+    shown = [m["content"]["data"] for m in done if m["msg_type"] in ("display_data", "execute_result")]
+    assert any(
+        "<td>12" in data.get("text/html", "") and "data:image/png" in data["text/html"] for data in shown
+    )
+    assert any("image/png" in data for data in shown)
+    assert shown[-1]["text/plain"] == "[[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]"
+    assert all(cell["outputs"] for cell in codes[1:-1]), "who looks at it on a page sees what it prints"
 
 
 def test_what_a_cell_shows() -> None:
