@@ -19,6 +19,7 @@ import numpy as np
 from . import _native
 from .config import Config
 from .errors import GroupClosed, HorovodInternalError, InvalidArgument
+from .limits import cpu_quota, free_memory
 
 
 class ReduceOp(IntEnum):
@@ -129,6 +130,8 @@ class Group:
         config = config or Config.from_env()
         if config.kernels:
             _native.use_kernels(config.kernels)
+        if len(endpoints) > 1:
+            _check_room(8 * config.chunk_bytes, f"chunk_bytes={config.chunk_bytes} (HVD_CHUNK_BYTES)")
         native = _native.Group.connect(
             listener.native if listener is not None else None,
             list(endpoints),
@@ -145,6 +148,7 @@ class Group:
             config.wire_dtype,
             "" if config.timeline == _DYNAMIC else config.timeline,
             config.timeline_mark_cycles != 0,
+            cpu_quota() or 0.0,
         )
         return cls(native)
 
@@ -257,8 +261,9 @@ class Group:
 
     def empty(self, nbytes: int) -> np.ndarray:
         """New memory, (nbytes,) uint8, that an in-place allreduce works on directly on every rank of the
-        host, without copies. Outlives the Group."""
+        host, without copies. Outlives the Group. Raises `InvalidArgument` if there is not so much free."""
         self._check()
+        _check_room(nbytes, "Group.empty")
         return self._native.empty(nbytes)
 
     def plan(
@@ -374,3 +379,16 @@ class Group:
             )
         if self._closed:
             raise GroupClosed("the Group is closed")
+
+
+#: Less is taken without looking.
+_LOOK_FROM_BYTES = 16 << 20
+
+
+def _check_room(nbytes: int, what: str) -> None:
+    """The kernel does not refuse shared memory above a limit: it kills the process."""
+    if nbytes >= _LOOK_FROM_BYTES and nbytes > (free := free_memory()):
+        raise InvalidArgument(
+            f"{what}: {nbytes:,} bytes of shared memory, and {free:,} are free here (of the machine, or "
+            "up to the memory limit of a cgroup)"
+        )

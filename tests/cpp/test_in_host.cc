@@ -186,6 +186,18 @@ TEST(ranks_with_a_cpu_for_each_are_told_from_ranks_that_share) {
   CHECK(one_for_each({Allowed({0, 1}, 2), Allowed({0, 1}, 2)}));
 }
 
+TEST(a_quota_counts_as_so_many_cpus) {
+  if (std::thread::hardware_concurrency() < 2) return;
+  for (const double quota : {0.0, 1.5, 2.0}) {
+    const Arenas arenas = ConnectedArenas(2, 8192);
+    OnEveryRank(2, [&](int rank) {
+      Arena& arena = *arenas[static_cast<size_t>(rank)];
+      CHECK(arena.CountCpus(quota, kNeverGiveUp).ok());
+      CHECK_EQ(arena.has_cpu_for_each(), quota != 1.5);
+    });
+  }
+}
+
 TEST(parts_are_done_once_each_and_by_then_all_where_ranks_share_cpus) {
   const int size = static_cast<int>(std::thread::hardware_concurrency()) + 1;
   const Arenas arenas = ConnectedArenas(size, 8192);

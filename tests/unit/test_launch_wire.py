@@ -6,13 +6,12 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hvd_core.errors import InvalidArgument
 from hvd_core.launch import local, wire
-from hvd_core.launch.cpus import cgroup_quota, thread_env, threads_per_rank, usable_cpus
+from hvd_core.launch.cpus import thread_env, threads_per_rank, usable_cpus
 from hvd_core.launch.events import Assignment
 from hvd_core.launch.template_process import exec_env
 
@@ -90,30 +89,6 @@ def test_threads_per_rank() -> None:
     assert threads_per_rank(3, 2, {"OMP_NUM_THREADS": "5"}, 8) == 3
     assert thread_env(3)["OMP_NUM_THREADS"] == "3"
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "quota"),
-    [
-        ("0::/\n", {"cpu.max": "150000 100000"}, 1.5),
-        ("0::/\n", {"cpu.max": "max 100000"}, None),
-        (
-            "0::/a/b\n",
-            {"cpu.max": "max 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"},
-            2,
-        ),
-        ("0::/of/the/host\n", {"cpu.max": "100000 100000"}, 1),
-        ("2:cpu,cpuacct:/x\n", {"cpu/x/cpu.cfs_quota_us": "50000", "cpu/x/cpu.cfs_period_us": "100000"}, 0.5),
-        ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ("3:memory:/\n", {}, None),
-    ],
-)
-def test_cgroup_quota(membership: str, files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text(membership)
-    for name, text in files.items():
-        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "fs" / name).write_text(text + "\n")
-    assert cgroup_quota(tmp_path / "membership", tmp_path / "fs") == quota
 
 
 @pytest.mark.parametrize("num_proc", [0, -1, True, 1.5, "2"])

@@ -6,7 +6,6 @@ has no name, so nothing is left when the processes that hold it end, however the
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -16,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ import pyarrow as pa
 
 from .._native import gather_rows, hash_rows, sort_by_hash
 from ..errors import DataError, StorageFull
+from ..limits import free_memory
 from .columns import Layout
 from .pack import Packer
 
@@ -71,21 +70,8 @@ class PackedShard:
 
 
 def default_memory_bytes(ranks_on_host: int = 1) -> int:
-    """Half of what this host, or the cgroup we are in, has free, divided by the ranks that share it."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        own = next(x for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::"))[3:]
-        for group in (own, "/"):
-            folder = Path("/sys/fs/cgroup" + group)
-            if (folder / "memory.max").exists() and (
-                limit := (folder / "memory.max").read_text().strip()
-            ) != "max":
-                free = min(free, int(limit) - int((folder / "memory.current").read_text()))
-                break
-    return max(0, free) // 2 // max(1, ranks_on_host)
+    """Half of what this host, or a cgroup that we are in, has free, divided by the ranks that share it."""
+    return free_memory() // 2 // max(1, ranks_on_host)
 
 
 class BlockFiles:

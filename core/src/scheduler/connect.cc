@@ -70,8 +70,9 @@ Status ShareControlSegments(const Topology& topology, Exchange& exchange, Arena&
 }
 
 // Whether the ranks of this host have a CPU each.
-Status CountCpus(Exchange& exchange, Arena& arena, int first_rank, const BootstrapOptions& options) {
-  return arena.CountCpus([&](int local_rank) {
+Status CountCpus(Exchange& exchange, Arena& arena, int first_rank, double cpu_quota,
+                 const BootstrapOptions& options) {
+  return arena.CountCpus(cpu_quota, [&](int local_rank) {
     const int peer = first_rank + local_rank;
     exchange.Poll(Clock::now());
     HVD_RETURN_IF_ERROR(exchange.ended());
@@ -120,7 +121,7 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
   auto arena = Arena::Create(t.local_rank, t.local_size(), staging_nbytes);
   if (!arena.ok()) return arena.status();
   HVD_RETURN_IF_ERROR(ShareControlSegments(t, *exchange, *arena.value(), connecting));
-  HVD_RETURN_IF_ERROR(CountCpus(*exchange, *arena.value(), t.leader(t.host), connecting));
+  HVD_RETURN_IF_ERROR(CountCpus(*exchange, *arena.value(), t.leader(t.host), options.cpu_quota, connecting));
   const SchedulerOptions scheduling{me.rank,
                                     me.size,
                                     options.fusion_nbytes,

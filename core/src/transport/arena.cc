@@ -50,8 +50,13 @@ Result<std::shared_ptr<Segment>> Segment::Create(size_t nbytes) {
   UniqueFd fd(::memfd_create("hvd", MFD_CLOEXEC));
   if (!fd.valid()) return Failed("cannot make shared memory");
   // Allocates the pages now.
-  if (::posix_fallocate(fd.get(), 0, static_cast<off_t>(nbytes)) != 0) {
-    return Status(Code::kInvalid, "no room for " + std::to_string(nbytes) + " bytes of shared memory");
+  int why;
+  do {
+    why = ::posix_fallocate(fd.get(), 0, static_cast<off_t>(nbytes));
+  } while (why == EINTR);
+  if (why != 0) {
+    return Status(Code::kInvalid,
+                  "no room for " + std::to_string(nbytes) + " bytes of shared memory: " + std::strerror(why));
   }
   return MapShared(std::move(fd), nbytes);
 }
@@ -164,8 +169,8 @@ std::byte* Arena::staging(int rank, int buffer) const {
          static_cast<size_t>(buffer) * chunk_nbytes_;
 }
 
-Status Arena::CountCpus(const Tick& tick) {
-  control(rank_)->cpus = Cpus::OfThisThread();
+Status Arena::CountCpus(double quota, const Tick& tick) {
+  control(rank_)->cpus = Cpus::OfThisThread(quota);
   HVD_RETURN_IF_ERROR(ArriveAndAwait(tick));
   std::vector<Cpus> cpus;
   for (int rank = 0; rank < size(); ++rank) cpus.push_back(control(rank)->cpus);

@@ -21,7 +21,7 @@ namespace hvd {
 // inherits it. Lives until the last tensor over it is gone.
 class Segment {
  public:
-  // The memory is allocated here, so a full memory limit is a kInvalid and not a SIGBUS later.
+  // The memory is allocated here, not page by page later. Ask first whether it is there: a cgroup kills.
   static Result<std::shared_ptr<Segment>> Create(size_t nbytes);
   // Maps the segment of another rank; refuses one that is smaller than it says.
   static Result<std::shared_ptr<Segment>> Map(UniqueFd fd, size_t nbytes);
@@ -87,8 +87,8 @@ class Arena {
   bool complete() const;  // every rank's control segment is there
 
   // Finds out together with the other ranks whether there is a CPU for each. All ranks call it once, before
-  // any other step. Not ok: tick gave up on a rank.
-  Status CountCpus(const Tick& tick);
+  // any other step, with what its cgroups grant it (Cpus::quota). Not ok: tick gave up on a rank.
+  Status CountCpus(double quota, const Tick& tick);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(controls_.size()); }

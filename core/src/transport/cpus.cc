@@ -1,31 +1,16 @@
 #include "transport/cpus.h"
 
-#include <cstdio>
 #include <functional>
 #include <vector>
 
 namespace hvd {
-namespace {
-
-// cgroup v2.
-double CgroupCpus() {
-  std::FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r");
-  if (file == nullptr) return 0;
-  double quota = 0, period = 0;
-  const int fields = std::fscanf(file, "%lf %lf", &quota, &period);
-  std::fclose(file);
-  return fields == 2 && period > 0 ? quota / period : 0;
-}
-
-}  // namespace
-
-Cpus Cpus::OfThisThread() {
+Cpus Cpus::OfThisThread(double quota) {
   Cpus cpus;
   CPU_ZERO(&cpus.allowed);
   if (::sched_getaffinity(0, sizeof cpus.allowed, &cpus.allowed) != 0) {
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &cpus.allowed);  // more than the mask holds
   }
-  cpus.quota = CgroupCpus();
+  cpus.quota = quota;
   return cpus;
 }
 

@@ -11,7 +11,7 @@ struct Cpus {
   cpu_set_t allowed;  // affinity mask
   double quota = 0;   // whole CPUs that its cgroup grants; 0: no limit
 
-  static Cpus OfThisThread();
+  static Cpus OfThisThread(double quota);
 };
 
 // Whether every rank of a host can run on a CPU of its own. A quota is taken for one that all ranks share.
