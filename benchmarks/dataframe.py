@@ -34,8 +34,9 @@ from race import Times, ratio, take_turns
 import hvd_spark
 from hvd_core.config import Config
 from hvd_core.launch import dumps
+from hvd_core.train.torch_loop import TorchFramework
 from hvd_spark import preflight, rows, session
-from hvd_spark.estimator import _PRELOAD
+from hvd_spark.estimator import PRELOAD
 from hvd_spark.parcel import Parcel
 from hvd_spark.task import JobPlan, barrier_task
 
@@ -141,8 +142,8 @@ def ingest(spark: SparkSession, frame: DataFrame, turns: int) -> Times:
 
     def pack() -> float:
         plan = JobPlan(
-            2, os.urandom(32), payload, layout=layout, preload=_PRELOAD, config=Config.from_env(),
-            sys_path=session.import_path(spark),
+            2, os.urandom(32), payload, layout=layout, config=Config.from_env(),
+            preload=(*TorchFramework.preload, *PRELOAD), sys_path=session.import_path(spark),
         )  # fmt: skip
         return seconds(stamped(lambda batches: barrier_task(plan, batches)))
 

@@ -17,8 +17,7 @@ from hvd_core.errors import ColumnError, InvalidArgument, RowsLost
 from hvd_core.launch import dumps
 from hvd_core.train import FitResult, Layout, TrainSpec
 from hvd_core.train.checkpoint import check_checkpoint_dir
-from hvd_core.train.predict import heads_of
-from hvd_core.train.torch_copy import copy_without_weights, read_into
+from hvd_core.train.framework import framework_for, portable
 
 from . import preflight, rank, session
 from .horovod_names import with_shapes
@@ -30,16 +29,8 @@ from .parts import PartsReader, unpickled
 from .persist import Stored
 from .store import new_run_id
 
-#: Imported once by each worker's template, so that a rank starts warm. The first optimizer imports
-#: torch._dynamo, which takes as long as torch itself.
-_PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "hvd_core.torch",
-    "hvd_core.train.torch_loop",
-    "hvd_core.train.loop",
-    "hvd_spark.rank",
-)
+#: Imported once by each worker's template, besides the framework, so that a rank starts warm.
+PRELOAD = ("hvd_core.train.loop", "hvd_spark.rank")
 
 
 #: Of the models that one job trains one after the other (`fit` with several maps) the weights come back
@@ -223,7 +214,9 @@ def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[Horov
     changes = [_difference(one.spec, spec) for one in planned]
     # What does not pickle is found before any job.
     payload = dumps(
-        rank.train, (spec, changes, secrets.token_hex(8), _TOGETHER_NBYTES), names=["HorovodEstimator"]
+        rank.train,
+        (portable(spec), changes, secrets.token_hex(8), _TOGETHER_NBYTES),
+        names=["HorovodEstimator"],
     )
     frame = preflight.selected(dataset, layout)
     layout = preflight.check_rows(frame, spec, layout)
@@ -237,7 +230,7 @@ def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[Horov
         parcel,
         f"hvd: fit {name} on {size} ranks{times}",
         layout=layout,
-        preload=_PRELOAD,
+        preload=(*framework_for(spec).preload, *PRELOAD),
         config=_config(spec),
         verbose=spec.verbose,
         start_timeout_s=planned[0].stage.getStartTimeoutS(),  # type: ignore[attr-defined]
@@ -268,12 +261,15 @@ def _difference(spec: TrainSpec, base: TrainSpec) -> dict[str, Any]:
 def _model(one: _Planned, layout: Layout, result: FitResult, portion: rank.Portion) -> HorovodModel:
     """Uses up the portion's weights."""
     stage, spec = one.stage, one.spec
+    framework = framework_for(spec)
     parts, portion.weights[:] = PartsReader(portion.weights), []
-    trained = read_into(_untrained(spec), parts)
-    model = stage._copyValues(HorovodModel(model=trained, transform_fn=spec.transform_fn))
+    trained = framework.trained(spec, parts)
+    model = stage._copyValues(
+        HorovodModel(model=trained, transform_fn=spec.transform_fn, framework=spec.framework)
+    )
     model._resetUid(stage.uid)
     if not model.isSet("heads"):
-        model.setParams(heads=list(heads_of(spec)))
+        model.setParams(heads=list(framework.facts(spec).heads))
     return model.fitted(layout, result)
 
 
@@ -285,11 +281,6 @@ def _config(spec: TrainSpec) -> Config:
         shard_memory_bytes=spec.shard_memory_bytes or config.shard_memory_bytes,
         shard_dir=spec.shard_dir or config.shard_dir,
     )
-
-
-def _untrained(spec: TrainSpec) -> Any:
-    """A copy of the user's model, made as the ranks made theirs; its weights are anything."""
-    return spec.model_fn() if spec.model_fn is not None else copy_without_weights(spec.model)
 
 
 def _checked(portion: rank.Portion, outcome: Outcome, spec: TrainSpec) -> FitResult:

@@ -7,6 +7,7 @@ The plain torch module, without its columns, is `mlflow.pytorch.log_model(model.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,7 +19,6 @@ from pyspark.sql import DataFrame
 
 from hvd_core.errors import InvalidArgument
 from hvd_core.train import Column
-from hvd_core.train.torch_export import LOADER, requirements, write_code, write_model
 
 from .model import HorovodModel
 
@@ -54,18 +54,23 @@ def _pyfunc() -> Any:
 @contextlib.contextmanager
 def _files(model: HorovodModel, like: DataFrame | None) -> Iterator[dict[str, Any]]:
     """What mlflow.pyfunc wants to know, and the files it copies."""
+    framework = model.framework()
+    if framework.pyfunc is None:
+        raise InvalidArgument(f"{framework.name} models cannot be stored for MLflow as a pyfunc")
+    export: Any = importlib.import_module(framework.pyfunc)
     layout, specs, columns = model.form(None if like is None else like.schema)
     outputs = [{k: v for k, v in asdict(column).items() if k != "type"} for column in columns]
     used = set(layout.input_columns)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        write_model(data, model.getModel(), layout, specs, outputs, batch_size=model.getInferenceBatchSize())  # type: ignore[attr-defined]
+        batch_size = model.getInferenceBatchSize()  # type: ignore[attr-defined]
+        export.write_model(data, model.getModel(), layout, specs, outputs, batch_size=batch_size)
         yield {
-            "loader_module": LOADER,
+            "loader_module": export.LOADER,
             "data_path": str(data),
-            "code_paths": [str(write_code(Path(folder)))],
+            "code_paths": [str(export.write_code(Path(folder)))],
             "signature": _signature([column for column in layout.columns if column.name in used]),
-            "pip_requirements": requirements(),
+            "pip_requirements": export.requirements(),
         }
 
 

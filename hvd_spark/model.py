@@ -17,8 +17,8 @@ from pyspark.sql import types as T
 from hvd_core.errors import ColumnError, InvalidArgument
 from hvd_core.launch import dumps
 from hvd_core.train import Column, FitResult, Layout, OutputSpec, TrainSpec, plan_layout
+from hvd_core.train.framework import Framework, framework_of
 from hvd_core.train.predict import Predictor
-from hvd_core.train.torch_model import run_model
 
 from . import preflight, session
 from .columns import arrow_type, columns_of
@@ -43,7 +43,10 @@ _FEEDING = (
 )
 
 
-@provide([k for k in KNOBS if k.serves] + [Knob("model", "torch.nn.Module that predicts")])
+@provide(
+    [k for k in KNOBS if k.serves]
+    + [Knob("model", "torch module, or a model of another framework, that predicts")]
+)
 class HorovodModel(Model, Knobs, Stored):
     """Adds the model's output to a DataFrame, in the output's own dtype: a number where a row's output is one
     number, else an array; several outputs get `prediction`, `prediction_1`, ...
@@ -53,7 +56,7 @@ class HorovodModel(Model, Knobs, Stored):
     two classes with one output (BCELoss, BCEWithLogitsLoss) it is the probability of class 1, and with a
     `threshold` the class. heads=["output"] gives the model's output as it is.
 
-    Fitted by `HorovodEstimator`, or made from any torch module:
+    Fitted by `HorovodEstimator`, or made from any torch module (or a model of a registered framework):
 
         HorovodModel(model=net, feature_cols=["a", "b"]).transform(df)
 
@@ -131,6 +134,10 @@ class HorovodModel(Model, Knobs, Stored):
             raise InvalidArgument("HorovodModel has no model: HorovodModel(model=net, feature_cols=[...])")
         return model
 
+    def framework(self) -> Framework:
+        """What runs the model."""
+        return framework_of(self._model(), self._objects.get("framework"))
+
     def _transform(self, dataset: DataFrame) -> DataFrame:
         preflight.check_frame(dataset)
         preflight.check_interpreter(dataset.sparkSession)
@@ -184,19 +191,17 @@ class HorovodModel(Model, Knobs, Stored):
 
     def _layout_for(self, columns: list[Column]) -> Layout:
         """How these columns feed a model that was not fitted for them; labels and loss play no part."""
-        model = self._model()
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            model = self.getModel().requires_grad_(True)  # a frozen model serves as well
         label = "label of a model that only predicts"
         spec = TrainSpec(
-            model=model,
+            model=self._model(),
             optimizer=_not_trained,
             loss=_not_trained,
             loss_reduction="mean",
             label_cols=[label],
             **with_shapes(self._values(name for name in _FEEDING if name != "model")),
         )
-        return plan_layout([*columns, Column.of(label, arrow_type(T.DoubleType()))], spec)
+        facts = self.framework().facts(spec, to_train=False)
+        return plan_layout([*columns, Column.of(label, arrow_type(T.DoubleType()))], spec, facts)
 
     def _tried(self, layout: Layout) -> tuple[OutputSpec, ...]:
         """What the model makes of one row of zeros."""
@@ -206,8 +211,8 @@ class HorovodModel(Model, Knobs, Stored):
                 raise ColumnError(f"the shape of a row of {names} is not known: set shapes={{column: shape}}")
         zeros = [np.zeros((1, *(b.shape or ())), b.dtype) for b in layout.inputs]
         try:
-            outs = run_model(self._model(), zeros)
-        except RuntimeError as error:  # what torch raises for shapes and dtypes that do not go together
+            outs = self.framework().predict(self._model(), zeros)
+        except RuntimeError as error:  # what frameworks raise for shapes and dtypes that do not go together
             given = (f"{b.name} {x.dtype} {x.shape}" for b, x in zip(layout.inputs, zeros, strict=True))
             raise ColumnError(
                 f"the model does not take one row of its inputs, {', '.join(given)}: {error}; "
@@ -220,7 +225,8 @@ class HorovodModel(Model, Knobs, Stored):
         asked = (self._model(), layout, self.getInferenceBatchSize(), spark)  # type: ignore[attr-defined]
         if self._sent is None or any(a is not b for a, b in zip(asked, self._sent[0], strict=True)):
             model, layout, batch_size, _ = asked
-            payload = dumps(Predictor, (model, layout), {"batch_size": batch_size}, names=["model"])
+            options = {"batch_size": batch_size, "framework": self.framework()}
+            payload = dumps(Predictor, (model, layout), options, names=["model"])
             key = hashlib.sha256(payload).hexdigest()
             self._sent = (asked, Parcel.of(spark, payload), key)
         return self._sent[1], self._sent[2]

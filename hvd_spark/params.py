@@ -160,6 +160,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("run_id", "name of the run in the store; default: a new one", _STRING, serves=True),
     Knob("input_shapes", "Horovod's shapes of the feature columns, [[-1, ...], ...]", _lists, serves=True),
     Knob("label_shapes", "Horovod's shapes of the label columns, [[-1, ...], ...]", _lists),
+    Knob("framework", "name of a registered framework; default: by the model's type", serves=True),
     Knob("verbose", "0: the ranks' own output only", _INT, 1),
 )  # fmt: skip
 

@@ -29,8 +29,9 @@ class PartsReader:
                 self._at = 0
         return have
 
-    def read(self, nbytes: int) -> bytes:
-        data = bytearray(min(nbytes, sum(map(len, self._parts)) - self._at))
+    def read(self, nbytes: int = -1) -> bytes:
+        left = sum(map(len, self._parts)) - self._at
+        data = bytearray(left if nbytes < 0 else min(nbytes, left))
         self.readinto(data)
         return bytes(data)
 

@@ -29,7 +29,7 @@ from pyspark.sql import SparkSession
 from hvd_core.errors import InvalidArgument
 from hvd_core.launch import dumps
 from hvd_core.train import Column
-from hvd_core.train.torch_store import load_objects, save_objects
+from hvd_core.train.framework import Framework, framework_of, name_to_save
 
 from . import session
 
@@ -80,8 +80,11 @@ class Writer(MLWriter):
         spark, stage = self.sparkSession, self.instance
         with tempfile.TemporaryDirectory() as folder:
             tensors = Path(folder) / "weights.safetensors"
-            objects = _pickled(stage, tensors)
-            about: dict[str, Any] = {"format": _FORMAT, "python": sys.version.split()[0]}
+            framework = framework_of(stage._objects.get("model"), stage._objects.get("framework"))
+            objects = _pickled(stage, framework, tensors)
+            python = sys.version.split()[0]
+            name = name_to_save(framework, stage._objects.get("framework"))
+            about: dict[str, Any] = {"format": _FORMAT, "python": python, "framework": name}
             try:
                 about["objects"] = _write_bytes(spark, f"{path}/objects", BytesIO(objects))
             except AnalysisException as error:
@@ -125,10 +128,10 @@ class Reader(MLReader[Any]):
         return stage
 
 
-def _pickled(stage: Any, tensors: Path) -> bytes:
+def _pickled(stage: Any, framework: Framework, tensors: Path) -> bytes:
     objects = {name: value for name, value in stage._objects.items() if name not in _NOT_SAVED}
     try:
-        return save_objects(objects, tensors)
+        return framework.save_objects(objects, tensors)
     except Exception:
         dumps(dict, (objects,), names=[type(stage).__name__])  # says what it is
         raise
@@ -136,7 +139,7 @@ def _pickled(stage: Any, tensors: Path) -> bytes:
 
 def _unpickled(data: bytes, tensors: Path | None, path: str, about: dict[str, Any]) -> dict[str, Any]:
     try:
-        return load_objects(data, tensors)
+        return framework_of(None, about.get("framework", "torch")).load_objects(data, tensors)
     except (ImportError, AttributeError, TypeError, KeyError, pickle.UnpicklingError) as error:
         raise InvalidArgument(
             f"the objects saved at {path} cannot be loaded here: {type(error).__name__}: {error}; they were "

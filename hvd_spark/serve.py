@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from hvd_core.errors import LaunchFailed
 from hvd_core.launch.gpus import gpus_for
+from hvd_core.train.framework import Framework
 from hvd_core.train.predict import Predictor
 
 from .outputs import OutColumn
@@ -40,6 +41,7 @@ class Serving:
         """The function of mapInArrow: every batch with the outputs added."""
         sys.path.extend(entry for entry in self.sys_path if entry not in sys.path)
         predictor = self._predictor()
+        predictor.device = own_device(predictor.framework) if self.gpu else None
         for batch in batches:
             if batch.num_rows == 0:
                 continue
@@ -53,35 +55,29 @@ class Serving:
             )
 
     def _predictor(self) -> Predictor:
-        device = own_device() if self.gpu else None
-        key = (self.key, device)
+        key = (self.key, self.gpu)  # a model that is on a GPU stays there
         if key not in _loaded:
             make, args, kwargs = pickle.loads(self.payload.open())
-            predictor: Predictor = make(*args, **kwargs)
-            if device is not None:
-                predictor.to(device)
-            _loaded[key] = predictor
+            _loaded[key] = make(*args, **kwargs)
             while len(_loaded) > _KEPT:
                 _loaded.popitem(last=False)
         _loaded.move_to_end(key)
         return _loaded[key]
 
 
-_loaded: OrderedDict[tuple[str, str | None], Predictor] = OrderedDict()
+_loaded: OrderedDict[tuple[str, bool], Predictor] = OrderedDict()
 
 
-def own_device() -> str | None:
-    """The torch name of the GPU of this task; None: there is none."""
+def own_device(framework: Framework) -> str | None:
+    """The framework's name of the GPU of this task; None: there is none."""
     from pyspark import TaskContext
 
-    from hvd_core.train.torch_model import gpu_count
-
-    count = gpu_count()
-    if not count:
+    devices = framework.devices()
+    if not devices:
         return None
     context = TaskContext.get()
     gpu = context.resources().get("gpu") if context is not None else None
-    return f"cuda:{gpu_index(gpu.addresses if gpu else [], os.environ, count)}"
+    return devices[gpu_index(gpu.addresses if gpu else [], os.environ, len(devices))]
 
 
 def gpu_index(addresses: list[str], environ: Mapping[str, str], count: int) -> int:

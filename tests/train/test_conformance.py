@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,25 @@ from hvd_core import basics, errors  # noqa: E402
 from hvd_core.train import (  # noqa: E402
     EarlyStopping,
     FitResult,
+    Predictor,
+    Scheduler,
     Shard,
     TrainSpec,
+    fit_local,
     fit_shard,
     load_checkpoint,
     plan_layout,
+    register_framework,
     tree,
 )
 from hvd_core.train.columns import columns_of  # noqa: E402
-from hvd_core.train.framework import Framework  # noqa: E402
+from hvd_core.train.framework import (  # noqa: E402
+    OPTIONAL,
+    Framework,
+    _registered,
+    framework_for,
+    portable,
+)
 from hvd_core.train.local import shard_of  # noqa: E402
 from hvd_core.train.ranks import Ranks  # noqa: E402
 from hvd_core.train.torch_loop import TorchFramework  # noqa: E402
@@ -56,10 +67,17 @@ class Subject:
         spec = cloudpickle.loads(cloudpickle.dumps(spec))
         return fit_shard(spec, packed(self, spec, rows), group, framework=self.make())
 
+    def on_two(self, spec: TrainSpec, parts: list[pa.Table]) -> list[FitResult]:
+        def fit(rank: int) -> FitResult:
+            torch.set_num_threads(1)  # those of several ranks spin against each other
+            return self.fit(spec, parts[rank], basics.default_group())
 
-def torch_model(width: int) -> Any:
+        return run_ranks(2, fit)
+
+
+def torch_model(width: int, outputs: int = 1) -> Any:
     torch.manual_seed(2)
-    return torch.nn.Sequential(torch.nn.Linear(width, 1)).double()
+    return torch.nn.Sequential(torch.nn.Linear(width, outputs)).double()
 
 
 def no_noise() -> float:
@@ -122,15 +140,16 @@ def test_what_it_saves_is_plain_and_brings_it_back(subject: Subject) -> None:
     weights, state, own = framework.weights(), framework.state(), framework.own_state()
     for saved in (state, own):
         assert b"$pickle" not in tree.dumps(saved)
-    before = copy.deepcopy(framework.predict(x)[0])
+    before = copy.deepcopy(framework.predict(framework.model, x)[0])
     subject.fit(subject.spec(), table())
     other = prepared(subject)
     other.load(weights, tree.loads(tree.dumps(state), trust=False), tree.loads(tree.dumps(own), trust=False))
-    assert np.array_equal(other.predict(x)[0], before)
+    assert np.array_equal(other.predict(other.model, x)[0], before)
     assert other.weights() == weights
     assert other.digests() == framework.digests()
     assert tree.dumps(other.state()) == tree.dumps(state)
     assert tree.dumps(other.own_state()) == tree.dumps(own)
+    assert np.array_equal(other.predict(other.trained(subject.spec(), BytesIO(weights)), x)[0], before)
 
 
 def test_weights_are_the_whole_model_and_read_by_others(subject: Subject, tmp_path: Path) -> None:
@@ -167,6 +186,146 @@ def test_early_stopping_gives_the_best_weights(subject: Subject) -> None:
     assert (len(result.history), result.best_epoch, result.stopped_early) == (3, 0, True)
     one = subject.fit(subject.spec(epochs=1), table())
     assert result.weights == one.weights
+
+
+def test_a_rank_without_rows_takes_part(subject: Subject) -> None:
+    """In all steps, and in some: one rank has a row for every twentieth of the other's."""
+    rows = table(60)
+    for cut, size in ((60, 60), (57, 19)):
+        spec = subject.spec(batch_size=size, epochs=2, row_order="arrival", validation=0.1)
+        both = subject.on_two(spec, [rows.slice(0, cut), rows.slice(cut)])
+        assert learned(both[0]) == learned(both[1])
+        assert both[0].rows_seen == 60
+    spec = subject.spec(batch_size=60, epochs=3)
+    alone, both = subject.fit(spec, rows), subject.on_two(spec, [rows, rows.slice(60)])
+    assert [e["loss"] for e in both[0].history] == pytest.approx([e["loss"] for e in alone.history], rel=1e-9)
+
+
+def test_weights_count_and_rows_of_weight_0_do_not(subject: Subject) -> None:
+    rows = table(60)
+    weight = np.arange(60) % 3
+    weighted = rows.append_column("w", pa.array(weight.astype(float)))
+    repeated = rows.take(np.repeat(np.arange(60), weight))
+    spec = subject.spec(batch_size=60, epochs=3, shuffle=False)
+    alone = subject.fit(spec, repeated)
+    spec = dataclasses.replace(spec, sample_weight_col="w")
+    for result in (
+        subject.fit(spec, weighted),
+        subject.on_two(spec, [weighted.slice(0, 41), weighted.slice(41)])[0],
+    ):
+        assert [e["loss"] for e in result.history] == pytest.approx(
+            [e["loss"] for e in alone.history], rel=1e-9
+        )
+        assert result.rows_seen == 60
+
+
+def test_max_steps_ends_in_the_middle(subject: Subject) -> None:
+    result = subject.fit(subject.spec(epochs=None, max_steps=9), table())
+    assert [e["steps"] for e in result.history] == [7, 2]
+    both = subject.on_two(subject.spec(epochs=None, max_steps=9), [table(50), table(50, 1)])
+    assert [e["steps"] for e in both[1].history] == [7, 2]
+
+
+def test_the_rate_is_the_one_asked_for_and_end_epoch_may_change_it(subject: Subject) -> None:
+    falling = {"lr_schedule": Scheduler(halving)} if "lr_schedule" in subject.make().supports else {}
+    result = subject.fit(subject.spec(epochs=2, learning_rate=0.01, **falling), table())
+    first, second = (e["lr"] for e in result.history)
+    assert first == 0.01
+    assert 0 < second < first
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+class Tamper:
+    """Changes the last number of the weight on rank 1."""
+
+    def on_batch_end(self, run: Any, batch: Any) -> None:
+        if run.rank == 1 and run.step == 2:
+            first = run.model.weight if isinstance(run.model, Linear) else run.model[0].weight.data[0]
+            first[2] += 1e-3
+
+
+def test_each_number_of_a_parameter_is_compared(subject: Subject) -> None:
+    spec = subject.spec(callbacks=[Tamper()])
+    with pytest.raises(errors.RanksDiverged, match=r"parameter .*weight of rank 1 differs"):
+        subject.on_two(spec, [table(50), table(50, 1)])
+    assert {len(d) for d in prepared(subject).digests().values()} == {8}
+
+
+def squares(output: Any, label: Any) -> Any:
+    return ((output - label.reshape(output.shape)) ** 2).mean()
+
+
+def half(epoch: float) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"sample_weight_col": "id"}, {"loss_weights": [0.5]}, {"loss_reduction": "mean"},
+        {"metrics": {"m": squares}}, {"accumulate_steps": 2}, {"learning_rate": 0.01},
+        {"lr_scaling": "linear"}, {"lr_schedule": half}, {"warmup_epochs": 1.0}, {"grad_clip_norm": 1.0},
+        {"precision": "bf16"}, {"wire_dtype": "bf16"}, {"ema_decay": 0.5}, {"sync_batchnorm": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(subject: Subject, option: dict[str, Any]) -> None:
+    (name,) = option
+    assert name in OPTIONAL
+    spec = subject.spec(epochs=1, **option)
+    if name in subject.make().supports:
+        subject.fit(spec, table())
+        return
+    with pytest.raises(errors.InvalidArgument, match=f"^{name} is not supported for toy models"):
+        subject.fit(spec, table())
+
+
+def test_several_labels_are_learned_or_refused(subject: Subject) -> None:
+    spec = subject.spec(label_cols=["y", "a"])
+    if subject.make().name == "toy":
+        with pytest.raises(errors.InvalidArgument, match="label_cols"):
+            subject.fit(spec, table())
+        return
+    result = subject.fit(dataclasses.replace(spec, model=torch_model(3, 2)), table())
+    assert result.output_spec[0].shape == (2,)
+
+
+def test_objects_come_back_as_they_were(subject: Subject, tmp_path: Path) -> None:
+    framework, model = subject.make(), subject.model(3)
+    file = tmp_path / "numbers"
+    data = framework.save_objects({"model": model, "other": {"a": 1}}, file)
+    back = subject.make().load_objects(data, file)
+    assert back["other"] == {"a": 1}
+    x = [np.random.default_rng(0).normal(size=(5, 3))]
+    assert np.array_equal(framework.predict(back["model"], x)[0], framework.predict(model, x)[0])
+
+
+def test_a_registered_framework_is_found_by_its_models_or_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, before = SUBJECTS["toy"], dict(_registered)
+    monkeypatch.setattr("hvd_core.train.framework._registered", dict(before))
+    with pytest.raises(errors.InvalidArgument, match=r"torch.nn.Module, not tests.train.toy.Linear"):
+        framework_for(toy.spec())
+    register_framework("toy", "tests.train.toy:ToyFramework", lambda model: isinstance(model, Linear))
+    assert isinstance(framework_for(toy.spec()), ToyFramework)
+    assert isinstance(framework_for(SUBJECTS["torch"].spec()), TorchFramework)
+    made = toy.spec(framework="toy")
+    made = dataclasses.replace(made, model=None, model_fn=make_linear)
+    assert isinstance(framework_for(made), ToyFramework)
+    sent = portable(made)
+    monkeypatch.setattr("hvd_core.train.framework._registered", dict(before))
+    rows = table()
+    result = fit_local(sent, rows)
+    assert learned(result) == learned(toy.fit(toy.spec(), rows))
+    layout, framework = plan_layout(columns_of(rows.schema), sent), framework_for(sent)
+    predictor = Predictor(framework.trained(sent, BytesIO(result.weights)), layout, framework=framework)
+    assert predictor.predict(rows.combine_chunks().to_batches()[0])[0].shape == (50,)
+
+
+def make_linear() -> Linear:
+    return Linear(3)
 
 
 def test_evaluate_changes_nothing(subject: Subject) -> None:

@@ -3,15 +3,19 @@ without anything that torch would do by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
-from hvd_core.errors import CheckpointError
+from hvd_core.errors import CheckpointError, InvalidArgument
 from hvd_core.train import TrainSpec, tree
 from hvd_core.train.columns import ModelFacts
-from hvd_core.train.framework import Batch, Totals
+from hvd_core.train.framework import Batch, Readable, Totals
 from hvd_core.train.ranks import Ranks
 from hvd_core.train.shard import Shard
 
@@ -27,7 +31,11 @@ class ToyFramework:
     """spec.optimizer() gives the rate; the loss is the mean squared error, `noise` in spec.loss() shakes each
     step by random numbers of this rank."""
 
+    name = "toy"
+    supports = frozenset({"learning_rate", "sample_weight_col"})
+    preload = ("tests.train.toy",)
     weights_file = "weights.safetensors"
+    pyfunc = None
     needs_pairs = False
 
     def __init__(self) -> None:
@@ -46,11 +54,44 @@ class ToyFramework:
     def learning_rate(self) -> float:
         return self._rate
 
-    def facts(self, spec: TrainSpec) -> ModelFacts:
-        return ModelFacts(("x",), 1, False, "float64", (False,), "Linear")
+    def facts(self, spec: TrainSpec, *, to_train: bool = True) -> ModelFacts:
+        if len(spec.label_cols) > 1:
+            raise InvalidArgument("label_cols: toy models have one label")
+        return ModelFacts(("x",), 1, False, "float64", (False,), "Linear", ("output",))
+
+    def trained(self, spec: TrainSpec, weights: Readable) -> Linear:
+        return self._made(weights.read())
+
+    def _made(self, weights: bytes) -> Linear:
+        saved = tree.loads(weights, trust=False)
+        model = Linear(len(saved["weight"]))
+        model.weight[:], model.bias[:] = saved["weight"], saved["bias"]
+        return model
+
+    def predict(
+        self, model: Linear, inputs: Sequence[np.ndarray], device: str | None = None
+    ) -> list[np.ndarray]:
+        return [inputs[0] @ model.weight + model.bias]
+
+    def devices(self) -> list[str]:
+        return []
+
+    def save_objects(self, objects: Mapping[str, Any], tensors_path: Path) -> bytes:
+        others = {name: value for name, value in objects.items() if name != "model"}
+        if "model" in objects:
+            model = objects["model"]
+            tensors_path.write_bytes(tree.dumps({"weight": model.weight, "bias": model.bias}))
+        return bytes(cloudpickle.dumps(others))
+
+    def load_objects(self, data: bytes, tensors_path: Path | None) -> dict[str, Any]:
+        objects: dict[str, Any] = pickle.loads(data)
+        if tensors_path is not None:
+            objects["model"] = self._made(tensors_path.read_bytes())
+        return objects
 
     def prepare(self, spec: TrainSpec, ranks: Ranks, shard: Shard) -> None:
-        self.model, self._ranks, self._rate = spec.model, ranks, float(spec.learning_rate or 0.1)
+        self.model = spec.model if spec.model_fn is None else spec.model_fn()
+        self._ranks, self._rate = ranks, float(spec.learning_rate or 0.1)
         self._noise = float(spec.loss())
         self._random = np.random.default_rng(spec.seed + ranks.rank)
         self._speed = [np.zeros_like(p) for p in self._parameters()]
@@ -65,37 +106,39 @@ class ToyFramework:
 
     def train_epoch(self, batches: Iterator[Batch], epoch: int, steps: int, totals: Totals) -> None:
         for batch in batches:
-            error = self._errors(batch)
+            error, weight = self._errors(batch)
+            total = self._ranks.sum(np.array([weight.sum()]), "total")[0]
             shaken = batch.inputs[0] + self._noise * self._random.normal(size=batch.inputs[0].shape)
-            gradients = [2 * shaken.T @ error, 2 * error.sum(keepdims=True)]
+            weighted = weight * error
+            gradients = [2 * shaken.T @ weighted, 2 * weighted.sum(keepdims=True)]
             for p, v, g in zip(self._parameters(), self._speed, gradients, strict=True):
-                g = self._ranks.sum(np.ascontiguousarray(g), "gradient") / batch.global_rows
+                g = self._ranks.sum(np.ascontiguousarray(g), "gradient") / max(total, 1e-300)
                 v *= 0.9
                 v += g
                 p -= self._rate * v
-            totals.add("loss", float(error @ error), batch.rows)
+            totals.add("loss", float(weighted @ error), float(weight.sum()))
             totals.rows += batch.rows
             totals.steps += 1
 
-    def _errors(self, batch: Batch) -> np.ndarray:
-        return self.predict(batch.inputs)[0] - batch.labels[0]
+    def _errors(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """And what each counts."""
+        error = self.predict(self.model, batch.inputs)[0] - batch.labels[0]
+        return error, np.ones(batch.rows) if batch.weight is None else batch.weight
 
     def evaluate(self, batches: Iterator[Batch]) -> Totals:
         totals = Totals()
         for batch in batches:
-            error = self._errors(batch)
-            totals.add("loss", float(error @ error), batch.rows)
+            error, weight = self._errors(batch)
+            totals.add("loss", float((weight * error) @ error), float(weight.sum()))
             totals.rows += batch.rows
         return totals
 
     def end_epoch(self, logs: dict[str, float]) -> None:
         self._rate *= 0.9
 
-    def predict(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [inputs[0] @ self.model.weight + self.model.bias]
-
     def digests(self) -> dict[str, bytes]:
-        return {"weight": self.model.weight.tobytes()[:8], "bias": self.model.bias.tobytes()[:8]}
+        bits = {"weight": self.model.weight, "bias": self.model.bias}
+        return {n: hashlib.blake2b(p.tobytes(), digest_size=8).digest() for n, p in bits.items()}
 
     def weights(self) -> bytes:
         return tree.dumps({"weight": self.model.weight, "bias": self.model.bias})

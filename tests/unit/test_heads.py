@@ -9,6 +9,7 @@ from torch import nn
 
 from hvd_core.errors import InvalidArgument
 from hvd_core.train import OutputSpec, TrainSpec, heads, predict
+from hvd_core.train.framework import framework_for
 from hvd_spark.serve import gpu_index
 
 
@@ -30,7 +31,7 @@ def test_losses(loss: object, head: str) -> None:
         model=nn.Linear(1, 1), optimizer=torch.optim.Adam, loss=loss, loss_reduction="mean",
         feature_cols="x", label_cols="y",
     )  # fmt: skip
-    assert predict.heads_of(spec) == (head,)
+    assert framework_for(spec).facts(spec).heads == (head,)
 
 
 def test_only_where_the_form_fits() -> None:

@@ -28,10 +28,12 @@ __all__ = [
     "check_checkpoint_dir",
     "columns_of",
     "examine",
+    "Framework",
     "fit_local",
     "fit_shard",
     "load_checkpoint",
     "plan_layout",
+    "register_framework",
 ]
 
 _LATE = {
@@ -39,6 +41,8 @@ _LATE = {
     "CheckpointWarning": "resume",
     "check_checkpoint_dir": "checkpoint",
     "examine": "quality",
+    "Framework": "framework",
+    "register_framework": "framework",
     "load_checkpoint": "checkpoint",
     "PackedShard": "shard",
     "Shard": "shard",

@@ -105,8 +105,11 @@ def find_outputs(
 
 def _first_outputs(framework: Framework, shard: Shard, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     try:
-        return framework.predict(inputs)
-    except RuntimeError as error:  # what frameworks raise for shapes and dtypes that do not go together
+        return framework.predict(framework.model, inputs)
+    except (
+        RuntimeError,
+        IndexError,
+    ) as error:  # what frameworks raise for shapes and dtypes that do not go together
         blocks = [shard.blocks[i] for i in shard.of_role("input")]
         given = ", ".join(f"{b.name} {x.dtype} {x.shape}" for b, x in zip(blocks, inputs, strict=True))
         hint = ""

@@ -105,7 +105,7 @@ class ModelFacts:
 
     inputs: names of forward's positional parameters; required: how many have no default; varargs: it takes
     *args. float_dtype: numpy name of the dtype of the first floating parameter. class_index: for each
-    label, whether its loss takes class numbers.
+    label, whether its loss takes class numbers. heads: what the losses say of the outputs, see predict.HEADS.
     """
 
     inputs: tuple[str, ...]
@@ -114,6 +114,7 @@ class ModelFacts:
     float_dtype: str
     class_index: tuple[bool, ...]
     name: str = "model"
+    heads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""The seam of a framework: what the training loop needs of torch, Keras, ... Chosen by the model's type."""
+"""The seam of a framework: all that the loop and the platforms need of torch, Keras, ..., and the registry by
+which it is chosen from the model's type."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -65,18 +68,74 @@ class Totals:
         return means
 
 
-class Framework(Protocol):
-    """Made anew for each fit, in the process of the rank. All ranks call each method at the same time.
+#: Fields of the spec that a framework, not the loop, gives a meaning.
+OPTIONAL = frozenset(
+    {
+        "sample_weight_col", "loss_weights", "loss_reduction", "metrics", "accumulate_steps", "learning_rate",
+        "lr_scaling", "lr_schedule", "warmup_epochs", "grad_clip_norm", "precision", "wire_dtype",
+        "ema_decay", "sync_batchnorm",
+    }
+)  # fmt: skip
 
+
+class Readable(Protocol):
+    """A binary file that is read once, from front to back."""
+
+    def read(self, nbytes: int = -1, /) -> bytes: ...
+
+    def readinto(self, buffer: Any, /) -> int: ...
+
+
+class Framework(Protocol):
+    """What the loop and the platforms need of torch, Keras, ...; they reach it through nothing else.
+
+    Made anew for each use, without arguments. Two halves: what serves anywhere without ranks (driver, tasks
+    that predict), and training, where all ranks call each method at the same time, after `prepare`.
+
+    name: of `register_framework`. supports: those of OPTIONAL that it takes; a spec that sets another is
+    refused by that field's name. preload: modules worth importing once before ranks are forked.
+    weights_file: what `weights` are called in a checkpoint; the ending says what they are. pyfunc: the module
+    that writes models which load without hvd, with what `torch_export` has; None: there is none.
     names: keys of Totals, the same on all ranks, once `bind_outputs` was called. loss_weights: those of
     them that are losses, with what each counts. learning_rate: of the last step, or before it of the next.
-    needs_pairs: a batch of a single row cannot be trained on. weights_file: what `weights` are called in a
-    checkpoint; the ending says what they are.
+    needs_pairs: a batch of a single row cannot be trained on.
     """
+
+    name: str
+    supports: frozenset[str]
+    preload: tuple[str, ...]
+    weights_file: str
+    pyfunc: str | None
+
+    # -- without ranks --
+
+    def facts(self, spec: TrainSpec, *, to_train: bool = True) -> ModelFacts:
+        """What `plan_layout` needs, and what the outputs mean. Refuses models without anything to train and
+        losses that cannot be reduced, unless the model is only to predict (to_train False)."""
+
+    def trained(self, spec: TrainSpec, weights: Readable) -> Any:
+        """A new model of the user's class with what `weights()` gave, ready to predict."""
+
+    def predict(
+        self, model: Any, inputs: Sequence[np.ndarray], device: str | None = None
+    ) -> list[np.ndarray]:
+        """Outputs for one batch, in their own dtype, in which rows come first; changes nothing in the model.
+        device: one of `devices()`, to which the model moves; None: where it is."""
+
+    def devices(self) -> list[str]:
+        """Names of the GPUs that can be used here, by CUDA's numbers; [] where there are none."""
+
+    def save_objects(self, objects: Mapping[str, Any], tensors_path: Path) -> bytes:
+        """A pickle of `objects`; the numbers of objects["model"], if there are any, go to a file at
+        `tensors_path`, which is read without running code."""
+
+    def load_objects(self, data: bytes, tensors_path: Path | None) -> dict[str, Any]:
+        """What `save_objects` was given. Runs code from `data`."""
+
+    # -- training --
 
     model: Any
     optimizer: Any
-    weights_file: str
 
     @property
     def names(self) -> list[str]: ...
@@ -89,10 +148,6 @@ class Framework(Protocol):
 
     @property
     def learning_rate(self) -> float: ...
-
-    def facts(self, spec: TrainSpec) -> ModelFacts:
-        """What `plan_layout` needs; refuses losses that cannot be reduced. Runs on the driver, without
-        ranks."""
 
     def prepare(self, spec: TrainSpec, ranks: Ranks, shard: Shard) -> None:
         """Builds model and optimizer, makes the ranks equal, registers what reduces gradients."""
@@ -112,11 +167,8 @@ class Framework(Protocol):
     def end_epoch(self, logs: dict[str, float]) -> None:
         """After validation; `logs` are equal on all ranks."""
 
-    def predict(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Outputs for one batch, in their own dtype."""
-
     def digests(self) -> dict[str, bytes]:
-        """Parameter name -> digest of its bits."""
+        """Parameter name -> 8 bytes that tell all its bits from others."""
 
     def weights(self) -> bytes:
         """What `FitResult.weights` holds: the whole model, readable without running code."""
@@ -133,13 +185,88 @@ class Framework(Protocol):
         Raises CheckpointError when they are of another model or optimizer."""
 
 
-def framework_for(spec: TrainSpec) -> Framework:
-    """The framework of `spec.model` (torch for a model_fn)."""
-    model = spec.model
-    if model is None or any(c.__module__.startswith("torch.nn") for c in type(model).__mro__):
-        from .torch_loop import TorchFramework
+#: What makes a framework: a function without arguments, or "module:name" of one, imported when it is needed.
+Maker = str | Callable[[], Framework]
 
-        return TorchFramework()
+
+@dataclass(frozen=True)
+class _Entry:
+    make: Maker
+    owns: Callable[[Any], bool]
+
+
+_registered: dict[str, _Entry] = {}
+
+
+def register_framework(name: str, make: Maker, owns: Callable[[Any], bool]) -> None:
+    """Lets models be trained of which `owns(model)` says that they are this framework's; it must import
+    nothing. Called where the estimator is used: ranks and tasks are sent `make`. The latest of a name
+    counts."""
+    _registered[name] = _Entry(make, owns)
+
+
+def framework_for(spec: TrainSpec) -> Framework:
+    """What `spec.framework` says, else the one of the model's type (torch for a model_fn). Raises
+    InvalidArgument for a model of no framework, and for a field of the spec that its framework lacks."""
+    maker = _maker(spec.framework, spec.model)
+    return checked(_made(maker), spec)
+
+
+def framework_of(model: Any, said: Maker | None = None) -> Framework:
+    """The same without a spec. model None: torch."""
+    return _made(_maker(said, model))
+
+
+def portable(spec: TrainSpec) -> TrainSpec:
+    """With what makes its framework, for a process in which nothing was registered."""
+    return replace(spec, framework=_maker(spec.framework, spec.model))
+
+
+def name_to_save(framework: Framework, said: Maker | None) -> str:
+    """What `framework_of(None, name)` makes it from in another process, where "module:name" needs no
+    registration and a plain name does."""
+    return said if isinstance(said, str) else framework.name
+
+
+def checked(framework: Framework, spec: TrainSpec) -> Framework:
+    """Raises InvalidArgument for a field of the spec that the framework does not support."""
+    for name in sorted(OPTIONAL - framework.supports):
+        if name in spec.changed:
+            raise InvalidArgument(f"{name} is not supported for {framework.name} models: leave it out")
+    return framework
+
+
+def _maker(said: Maker | None, model: Any) -> Maker:
+    if said is not None:
+        if isinstance(said, str) and ":" not in said:
+            if said not in _registered:
+                raise InvalidArgument(
+                    f"framework {said!r} is none of {', '.join(_registered)}: register_framework adds one"
+                )
+            return _registered[said].make
+        return said
+    if model is None:
+        return _registered["torch"].make
+    # The latest first, so that a framework can take models that are torch modules too (Lightning's).
+    for entry in reversed(_registered.values()):
+        if entry.owns(model):
+            return entry.make
+    others = "".join(f", a {name} model" for name in _registered if name != "torch")
     raise InvalidArgument(
-        f"model must be a torch.nn.Module, not {type(model).__module__}.{type(model).__name__}"
+        f"model must be a torch.nn.Module{others}, not {type(model).__module__}.{type(model).__name__}"
     )
+
+
+def _made(maker: Maker) -> Framework:
+    if isinstance(maker, str):
+        module, _, name = maker.partition(":")
+        maker = getattr(import_module(module), name)
+    assert not isinstance(maker, str)
+    return maker()
+
+
+def _is_torch(model: Any) -> bool:
+    return any(c.__module__.startswith("torch.nn") for c in type(model).__mro__)
+
+
+register_framework("torch", "hvd_core.train.torch_loop:TorchFramework", _is_torch)

@@ -16,7 +16,7 @@ from .agree import agree_on_rows, find_outputs
 from .batches import Batches
 from .checkpoint import name_of
 from .exchange import deal_by_hash
-from .framework import RANK_STRIDE, Batch, Framework, Totals, framework_for
+from .framework import RANK_STRIDE, Batch, Framework, Totals, checked, framework_for
 from .order import EpochPlan, Request, requests
 from .progress import Best
 from .quality import examine_shard, troubles
@@ -71,7 +71,7 @@ def fit_shard(
     RanksDiverged, RowsLost,
     CheckpointError.
     """
-    chosen = framework_for(spec) if framework is None else framework
+    chosen = framework_for(spec) if framework is None else checked(framework, spec)
     return _Loop(spec, shard, Ranks(group), chosen, on_progress, attempt or Attempt()).fit()
 
 

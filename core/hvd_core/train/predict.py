@@ -10,17 +10,10 @@ import pyarrow as pa
 
 from ..errors import InvalidArgument
 from .columns import Layout
+from .framework import Framework, framework_of
 from .heads import BINARY, CLASSES, HEADS
 from .pack import Packer
 from .result import OutputSpec
-from .spec import TrainSpec
-
-
-def heads_of(spec: TrainSpec) -> tuple[str, ...]:
-    """What the losses of `spec` say about the model's outputs, one for each label."""
-    from .torch_losses import terms_for
-
-    return tuple(term.head for term in terms_for(spec))
 
 
 def head_for(head: str, output: OutputSpec) -> str:
@@ -33,37 +26,34 @@ def head_for(head: str, output: OutputSpec) -> str:
 
 
 class Predictor:
-    """Applies a fitted torch model to record batches. Not thread-safe.
+    """Applies a fitted model to record batches. Not thread-safe.
 
-    model: with its weights loaded (`torch_model.load_weights`). layout: the one it was trained with;
-    batches need `layout.input_columns`, by name. `batch_size`: rows of one forward. What the outputs are
-    (dtype, shape of a row) is in `FitResult.output_spec`.
+    model: with its weights, as `Framework.trained` makes it. layout: the one it was trained with; batches
+    need `layout.input_columns`, by name. `batch_size`: rows of one forward. framework: None: the one of the
+    model's type. What the outputs are (dtype, shape of a row) is in `FitResult.output_spec`.
     """
 
-    def __init__(self, model: Any, layout: Layout, *, batch_size: int = 4096):
+    def __init__(
+        self, model: Any, layout: Layout, *, batch_size: int = 4096, framework: Framework | None = None
+    ):
         self._model, self._layout, self._batch_size = model, layout, batch_size
+        self.framework = framework_of(model) if framework is None else framework
         self._packer = Packer(layout, layout.inputs)
-        self._device: str | None = None
-
-    def to(self, device: str) -> None:
-        """Runs the model on this torch device ("cuda:0") from now on."""
-        self._model.to(device)
-        self._device = device
+        #: One of `framework.devices()`; None: where the model is.
+        self.device: str | None = None
 
     def predict(self, batch: pa.RecordBatch) -> list[np.ndarray]:
         """One array (rows, *shape) for each output, in the output's dtype (bfloat16 as float32).
 
         Raises DataError as packing does. An empty batch gives [].
         """
-        from .torch_model import run_model
-
         if batch.num_rows == 0:
             return []
         inputs = self._packer.pack(batch)
         self._packer.check()
-        size, device = self._batch_size, self._device
+        size = self._batch_size
         parts = [
-            run_model(self._model, [x[i : i + size] for x in inputs], device)
+            self.framework.predict(self._model, [x[i : i + size] for x in inputs], self.device)
             for i in range(0, batch.num_rows, size)
         ]
         return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]

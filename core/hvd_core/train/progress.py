@@ -17,6 +17,7 @@ _FREE = frozenset(
     {
         "epochs", "max_steps", "callbacks", "inference_batch_size", "checksum_steps", "prefetch", "verbose",
         "shard_memory_bytes", "shard_dir", "checkpoint_dir", "checkpoint_every", "keep_checkpoints", "resume",
+        "framework",
     }
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from ..errors import InvalidArgument
@@ -154,6 +154,9 @@ class TrainSpec:
     shard_memory_bytes: int | None = None
     shard_dir: str | None = None
     verbose: int = 1
+    #: A name given to `register_framework`, "module:name" or a function that makes it; None: by the model's
+    #: type, torch for a model_fn.
+    framework: Any = None
 
     #: URL of this run's own directory (a path, s3://..., hdfs://..., dbfs:/...), reachable from where rank 0
     #: runs; None: no checkpoints.
@@ -209,11 +212,21 @@ class TrainSpec:
             n for entry in self.input_columns for n in ((entry,) if isinstance(entry, str) else entry)
         )
 
+    @property
+    def changed(self) -> set[str]:
+        """Names of the fields that are not what they are by default."""
+        found = set()
+        for f in fields(self):
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            value = getattr(self, f.name)
+            if not (isinstance(value, _COMPARED) and value == default):
+                found.add(f.name)
+        return found
+
     def __str__(self) -> str:
         lines = ["TrainSpec("]
         for f in fields(self):
             value = getattr(self, f.name)
-            # By type first: arrays, and much else that users pass, compare in their own way.
             if f.name in _ALWAYS_SHOWN or not (isinstance(value, _PLAIN) and value in _UNSAID):
                 text = type(value).__name__ if f.name == "model" else _short(value)
                 lines.append(f"  {f.name}={text},")
@@ -225,7 +238,9 @@ _HISTORY = {"epoch", "loss", "rows", "steps", "lr", "seconds", "data", "compute"
 _EVENTS = ("on_train_begin", "on_batch_end", "on_epoch_end", "on_train_end", "on_fit_failed")
 _ALWAYS_SHOWN = {"feature_cols", "label_cols", "epochs", "seed"}
 _UNSAID: tuple[Any, ...] = (None, (), {}, 0, 0.0, False)
+#: Arrays, and much else that users pass, compare in their own way.
 _PLAIN = (type(None), tuple, dict, int, float)
+_COMPARED = (*_PLAIN, str)
 
 
 def _short(value: Any, room: int = 120) -> str:

@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .framework import Readable
 from .torch_state import opened_weights
-
-
-class Readable(Protocol):
-    def read(self, nbytes: int, /) -> bytes: ...
-
-    def readinto(self, buffer: Any, /) -> int: ...
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module:

@@ -7,7 +7,8 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CheckpointError, InvalidArgument, LossError
+from . import torch_model, torch_store
 from .columns import ModelFacts
-from .framework import RANK_STRIDE, Batch, Totals
+from .framework import OPTIONAL, RANK_STRIDE, Batch, Readable, Totals
 from .order import micro_batches
 from .ranks import Ranks
 from .shard import Shard
@@ -27,10 +29,8 @@ from .torch_model import (
     build_model,
     build_optimizer,
     digests,
-    facts,
     float_dtype,
     outputs_of,
-    run_model,
     to_tensors,
 )
 from .torch_objective import Objective
@@ -46,10 +46,34 @@ class TorchFramework:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    name = "torch"
+    supports = OPTIONAL
+    #: The first optimizer imports torch._dynamo, which takes as long as torch itself.
+    preload = ("torch", "torch._dynamo", "hvd_core.torch", "hvd_core.train.torch_loop")
     weights_file = "weights.safetensors"
+    pyfunc = "hvd_core.train.torch_export"
 
-    def facts(self, spec: TrainSpec) -> ModelFacts:
-        return facts(spec)
+    # -- without ranks --
+
+    def facts(self, spec: TrainSpec, *, to_train: bool = True) -> ModelFacts:
+        return torch_model.facts(spec, to_train)
+
+    def trained(self, spec: TrainSpec, weights: Readable) -> nn.Module:
+        return torch_model.trained(spec, weights)
+
+    def predict(
+        self, model: nn.Module, inputs: Sequence[np.ndarray], device: str | None = None
+    ) -> list[np.ndarray]:
+        return torch_model.run_model(model, inputs, device)
+
+    def devices(self) -> list[str]:
+        return torch_model.devices()
+
+    def save_objects(self, objects: Mapping[str, Any], tensors_path: Path) -> bytes:
+        return torch_store.save_objects(objects, tensors_path)
+
+    def load_objects(self, data: bytes, tensors_path: Path | None) -> dict[str, Any]:
+        return torch_store.load_objects(data, tensors_path)
 
     # -- prepare --
 
@@ -246,7 +270,7 @@ class TorchFramework:
                 self._ranks.sum(data, f"buffer.{name}")
                 buffer.copy_(torch.from_numpy(data).reshape(buffer.shape))
 
-    # -- evaluate, predict --
+    # -- evaluate --
 
     def evaluate(self, batches: Iterator[Batch]) -> Totals:
         totals = Totals()
@@ -260,10 +284,6 @@ class TorchFramework:
                 totals.steps += 1
         self.model.train(was_training)
         return totals
-
-    def predict(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        with self._averaged():
-            return run_model(self.model, inputs)
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..errors import InvalidArgument, LossError, PreflightError
 from .columns import ModelFacts
+from .framework import Readable
 from .spec import TrainSpec
-from .torch_copy import read_into
+from .torch_copy import copy_without_weights, read_into
 from .torch_losses import terms_for
 
 
@@ -39,17 +40,17 @@ def build_optimizer(spec: TrainSpec, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def facts(spec: TrainSpec) -> ModelFacts:
+def facts(spec: TrainSpec, to_train: bool) -> ModelFacts:
     """Reads the signature of forward and the dtypes. A model_fn is called once, without touching the RNG."""
-    terms = terms_for(spec)
+    terms = terms_for(spec) if to_train else []
     if spec.sample_weight_col is not None:
         for term in terms:
             term.needs_weights_per_row()
     with torch.random.fork_rng(devices=[]):
         model = build_model(spec)
-        if spec.model_fn is not None:
+        if to_train and spec.model_fn is not None:
             build_optimizer(spec, model)
-    if not any(p.requires_grad for p in model.parameters()):
+    if to_train and not any(p.requires_grad for p in model.parameters()):
         raise PreflightError(f"model {type(model).__name__} has no parameters to train")
     params = list(inspect.signature(model.forward).parameters.values())
     places = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -58,8 +59,9 @@ def facts(spec: TrainSpec) -> ModelFacts:
         required=sum(p.default is p.empty for p in places),
         varargs=any(p.kind is p.VAR_POSITIONAL for p in params),
         float_dtype=numpy_dtype(float_dtype(model)),
-        class_index=tuple(t.class_numbers for t in terms),
+        class_index=tuple(t.class_numbers for t in terms) if to_train else (False,) * len(spec.label_cols),
         name=type(model).__name__,
+        heads=tuple(t.head for t in terms),
     )
 
 
@@ -95,7 +97,9 @@ def outputs_of(value: Any) -> list[Tensor]:
 
 def run_model(model: nn.Module, inputs: Sequence[np.ndarray], device: str | None = None) -> list[np.ndarray]:
     """Outputs in inference mode, in the output's dtype (bfloat16 as float32). The model's mode is put back.
-    device: where the model is, when it is not the CPU."""
+    device: to which the model moves; None: it is on the CPU."""
+    if device is not None:
+        model.to(device)
     was_training = model.training
     model.eval()
     try:
@@ -112,9 +116,9 @@ def run_model(model: nn.Module, inputs: Sequence[np.ndarray], device: str | None
     return arrays
 
 
-def gpu_count() -> int:
+def devices() -> list[str]:
     """GPUs that torch can use here."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
 def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
@@ -124,6 +128,13 @@ def digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         found[name] = hashlib.blake2b(data.data, digest_size=8).digest()
     return found
+
+
+def trained(spec: TrainSpec, weights: Readable) -> nn.Module:
+    """A copy of the user's model, made as the ranks made theirs. A model_fn does not touch the RNG."""
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(spec) if spec.model is None else copy_without_weights(spec.model)
+    return read_into(model, weights)
 
 
 def load_weights(model: nn.Module, weights: bytes) -> nn.Module:
