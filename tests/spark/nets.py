@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -37,6 +38,17 @@ class OneInput(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.lin(x)
+
+
+class Noisy(nn.Module):
+    """Draws from the generators of torch and numpy."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lin, self.drop = nn.Linear(width, 1), nn.Dropout(0.3)
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(self.drop(x) + float(np.random.rand()))
 
 
 class TwoInputs(nn.Module):

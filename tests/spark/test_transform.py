@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
 
-from hvd_spark import ColumnError, HorovodEstimator, HorovodModel
+from hvd_core.launch import dumps
+from hvd_core.train import Predictor, TrainSpec, plan_layout
+from hvd_core.train.columns import columns_of
+from hvd_spark import ColumnError, HorovodEstimator, HorovodModel, serve
 
 from . import nets
 
@@ -127,3 +132,35 @@ def test_params_sweep_and_copy(spark: Any, df: Any) -> None:
     start = nets.parameters_of(est.getModel())
     assert (small - start).abs().max() < 1e-4 < (large - start).abs().max()
     assert not est.isSet(est.learningRate), "the estimator itself keeps its parameters"
+
+
+class Counted:
+    """In the place of a parcel."""
+
+    def __init__(self, data: bytes):
+        self.data, self.opened = data, 0
+
+    def open(self) -> bytes:
+        self.opened += 1
+        return self.data
+
+
+def test_a_worker_loads_a_model_once_and_keeps_the_last_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_loaded", OrderedDict())
+    batch = pa.RecordBatch.from_pydict({"a": [1.0, 2.0]})
+    spec = TrainSpec(
+        model=nets.OneInput(1), optimizer=nets.sgd, loss=nn.MSELoss(), feature_cols="a", label_cols="y"
+    )
+    layout = plan_layout(columns_of(pa.schema([("a", pa.float64()), ("y", pa.float64())])), spec)
+    data = dumps(Predictor, (spec.model, layout), names=["model"])
+    parcels = {key: Counted(data) for key in "abc"}
+
+    def use(keys: str) -> list[int]:
+        for key in keys:
+            serving = serve.Serving(parcels[key], key, ((0, "a"),), (), gpu=False)  # type: ignore[arg-type]
+            assert [b.num_rows for b in serving.run(iter([batch, batch]))] == [2, 2]
+        return [parcels[key].opened for key in "abc"]
+
+    assert use("aaba") == [1, 1, 0]
+    assert use("ca") == [1, 1, 1], "the one that was not used for longest has left"
+    assert use("b") == [1, 2, 1]

@@ -53,7 +53,7 @@ def launches(monkeypatch: Any) -> list[int]:
 
 
 def test_maps_share_one_ingestion_and_train_as_if_alone(spark: Any, df: Any, launches: list[int]) -> None:
-    est = linear()
+    est = linear().setModel(nets.Noisy(2))
     maps = [
         {est.learningRate: 0.3},
         {est.learningRate: 0.01, est.epochs: 1},

@@ -116,6 +116,7 @@ def test_it_learns_and_counts(subject: Subject) -> None:
     assert result.history[-1]["loss"] < result.history[0]["loss"]
     assert result.history[-1]["val_loss"] < result.history[0]["val_loss"]
     assert (result.rows_seen, result.output_spec[0].dtype) == (200, "float64")
+    assert "a, b, c -> float64 (B, 3)" in result.summary and "label y: y -> float64 (B,)" in result.summary
 
 
 def test_two_ranks_are_one(subject: Subject) -> None:

@@ -4,8 +4,9 @@ that count."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,12 +15,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
-from hvd_core import basics  # noqa: E402
-from hvd_core.train import FitResult, TrainSpec, fit_local  # noqa: E402
+from hvd_core import basics, errors  # noqa: E402
+from hvd_core.train import FitResult, Scheduler, TrainSpec, fit_local  # noqa: E402
+from hvd_core.train.framework import Batch, Totals  # noqa: E402
 from hvd_core.train.torch_model import load_weights  # noqa: E402
 
-from ..unit.thread_ranks import run_ranks  # noqa: E402
+from ..unit.thread_ranks import calls, run_ranks  # noqa: E402
 from .runs import COLUMNS, sgd, spec_of, table  # noqa: E402
+from .toy import Linear, ToyFramework  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -188,3 +191,168 @@ def test_buffers_are_means_by_rows_and_constants_stay_as_they_are(cut: int) -> N
     assert torch.equal(found["mask"], start["mask"])
     assert torch.equal(found["third"], start["third"])
     assert (found["rows"].item(), found["wide"].item()) == (cut, cut > 5)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(1, 1).double(), nn.Linear(2, 1).double()
+
+    def forward(self, a: Tensor, bc: Tensor) -> Tensor:
+        return self.first(a) + torch.tanh(self.second(bc))
+
+
+@pytest.mark.parametrize("cuts", [[0, 40], [0, 30, 40]])
+def test_r12_two_inputs_of_which_one_is_no_number_where_the_weight_is_0(cuts: list[int]) -> None:
+    rows = table(40)
+    silent = np.arange(40) % 4 == 1
+    b = rows["b"].to_numpy().copy()
+    b[silent] = np.nan
+    spoiled = rows.set_column(1, "b", pa.array(b)).append_column("w", pa.array(np.where(silent, 0.0, 2.0)))
+    spec = spec_of(
+        model=TwoInputs(), optimizer=sgd, batch_size=40, epochs=3, input_columns=[["a"], ["b", "c"]],
+        sample_weight_col="w",
+    )  # fmt: skip
+    result = fit_on(spec, [spoiled.slice(x, y - x) for x, y in pairwise(cuts)])[0]
+    kept = rows.filter(pa.array(~silent))
+    a, bc = (torch.tensor(np.stack([kept[n].to_numpy() for n in names], 1)) for names in ("a", "bc"))
+    y = torch.tensor(kept["y"].to_numpy())[:, None]
+    plain = TwoInputs()
+    optimizer = sgd(plain.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((plain(a, bc) - y) ** 2).mean().backward()
+        optimizer.step()
+    assert_close(trained(spec, result), plain.state_dict())
+
+
+# -- what must not go unseen --
+
+
+class Forgetful(ToyFramework):
+    """Leaves the second batch out: of training, or of validation."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self._where = where
+
+    def train_epoch(self, batches: Iterator[Batch], epoch: int, steps: int, totals: Totals) -> None:
+        super().train_epoch(self._some(batches, "train"), epoch, steps, totals)
+
+    def evaluate(self, batches: Iterator[Batch]) -> Totals:
+        return super().evaluate(self._some(batches, "evaluate"))
+
+    def _some(self, batches: Iterator[Batch], where: str) -> Iterator[Batch]:
+        return (batch for i, batch in enumerate(batches) if i != 1 or where != self._where)
+
+
+def nothing() -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [("train", "epoch 0 used 32 of 40 training rows"), ("evaluate", "validation used 6 of 10 rows")],
+)
+def test_rows_that_a_framework_loses_end_the_fit(where: str, text: str) -> None:
+    spec = spec_of(
+        model=Linear(3), optimizer=nothing, loss=nothing, validation=0.2, inference_batch_size=4, batch_size=8,
+        framework=lambda: Forgetful(where),
+    )  # fmt: skip
+    with pytest.raises(errors.RowsLost, match=text):
+        fit_local(spec, table(50))
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.day, self.out = nn.Embedding(7, 3), nn.Linear(3, 1)
+
+    def forward(self, day: Tensor) -> Tensor:
+        return self.out(self.day(day).flatten(1))
+
+
+def test_an_index_beyond_the_embedding_names_column_and_range() -> None:
+    days = np.arange(40) % 7
+    days[33] = 9
+    rows = pa.table({"day": days, "y": days / 7})
+    spec = spec_of(model=Sized(), feature_cols=["day"], shuffle=False, row_order="arrival", epochs=1)
+    words = r"(?s)rank 0, epoch 0, step 4: an embedding is too small.*0 to 9.*column 'day' on rank 0.*0 to 9"
+    with pytest.raises(errors.LossError, match=words):
+        fit_local(spec, rows)
+    with pytest.raises(errors.HvdError, match=r"an embedding is too small.*9 to 9"):
+        fit_local(spec, rows.slice(33))
+
+
+# -- two ranks against plain torch, where ranks round or remember --
+
+
+def test_ema_on_two_ranks_is_the_running_mean() -> None:
+    rows = table(40)
+    spec = spec_of(model=linear(), optimizer=sgd, batch_size=40, epochs=4, ema_decay=0.5)
+    result = fit_on(spec, [rows.slice(0, 29), rows.slice(29)])[0]
+    mean = linear().state_dict()
+    for steps in range(1, 5):
+        now = plain_sgd(rows, steps)
+        mean = {name: 0.5 * value + 0.5 * now[name] for name, value in mean.items()}
+    assert_close(trained(spec, result), mean)
+
+
+def one_step(parts: Sequence[pa.Table], **options: Any) -> Tensor:
+    """The gradient that the ranks took a step by, in float32."""
+    start = linear().float()
+    spec = spec_of(model=linear().float(), optimizer=by_one, batch_size=40, epochs=1, **options)
+    after = trained(spec, fit_on(spec, parts)[0])
+    return torch.cat([(before - after[name]).flatten() for name, before in start.state_dict().items()])
+
+
+def by_one(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+def test_the_gradient_of_one_step_in_float32() -> None:
+    """To 1e-6 of plain torch on all rows; in bfloat16 on the wire to its 8 bits, which it must show."""
+    rows = table(40)
+    parts = [rows.slice(0, 29), rows.slice(29)]
+    model = linear().float()
+    x = torch.tensor(np.stack([rows[c].to_numpy() for c in COLUMNS], 1), dtype=torch.float32)
+    y = torch.tensor(rows["y"].to_numpy(), dtype=torch.float32)[:, None]
+    ((model(x) - y) ** 2).mean().backward()
+    want = torch.cat([p.grad.flatten() for p in model.parameters()])
+    scale = float(want.abs().max())
+    torch.testing.assert_close(one_step(parts), want, rtol=0, atol=1e-6 * scale)
+    narrow = one_step(parts, wire_dtype="bf16")
+    torch.testing.assert_close(narrow, want, rtol=0, atol=2**-7 * scale)
+    assert float((narrow - want).abs().max()) > 1e-5 * scale
+
+
+def test_metrics_cost_no_collective_and_a_scheduler_sees_the_mean_over_ranks() -> None:
+    rows = table(40)
+    parts = [rows.slice(0, 29), rows.slice(29)]
+    many = {f"m{i}": nn.functional.l1_loss for i in range(5)}
+    plateau = Scheduler(falling, metric="loss")
+
+    def counted(metrics: dict[str, Any]) -> tuple[list[int], list[float]]:
+        spec = spec_of(
+            model=linear(), optimizer=sgd, batch_size=40, epochs=4, metrics=metrics, lr_schedule=plateau
+        )
+
+        def fit(rank: int) -> tuple[int, list[float]]:
+            torch.set_num_threads(1)
+            result = fit_local(spec, parts[rank], basics.default_group())
+            return len(calls()), [e["lr"] for e in result.history]
+
+        found = run_ranks(2, fit)
+        assert found[0][1] == found[1][1]
+        return [n for n, _ in found], found[0][1]
+
+    assert counted({}) == counted(many)
+    alone = fit_local(
+        spec_of(model=linear(), optimizer=sgd, batch_size=40, epochs=4, lr_schedule=plateau), rows
+    )
+    assert counted({})[1] == [e["lr"] for e in alone.history] and alone.history[-1]["lr"] < 0.05
+
+
+def falling(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)

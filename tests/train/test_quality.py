@@ -86,11 +86,12 @@ def test_a_comma_in_a_name_is_no_separator() -> None:
 def test_a_loss_that_became_nan_says_which_columns_are_not_clean() -> None:
     with pytest.raises(errors.LossError) as caught:
         fit_local(spec_of(), spoiled())
-    first, second = str(caught.value).splitlines()
+    first, second, *others = str(caught.value).splitlines()
     assert "the loss is nan" in first
     b = spoiled()["b"].to_numpy()
     b = b[np.isfinite(b)]
     assert second == f"column 'b' on rank 0: 3000 rows, {b.min():g} to {b.max():g}, 2 NaN, 1 infinity"
+    assert [line.partition(":")[0] for line in others] == [f"column {n!r} on rank 0" for n in ("a", "c", "y")]
 
 
 def test_all_columns_with_nulls_are_named() -> None:

@@ -238,6 +238,9 @@ def test_other_settings(tmp_path: Path) -> None:
         CheckpointWarning, match=r"settings are others now: grad_clip_norm was None and is 1.0"
     ):
         resumed(with_(spec, grad_clip_norm=1.0), tmp_path / "b")
+    with pytest.warns(CheckpointWarning, match=r"learning_rate was None and is 0.5, which is not used"):
+        kept = resumed(with_(spec, learning_rate=0.5, epochs=4), tmp_path / "b")
+    assert [e["lr"] for e in kept.history] == [0.01] * 4
     wider = nn.Sequential(nn.Linear(3, 9), nn.Identity(), nn.Tanh(), nn.Dropout(), nn.Linear(9, 1)).double()
     with pytest.raises(
         errors.CheckpointError, match=r"cannot resume from .*another model: 0.weight is \(8, 3\)"

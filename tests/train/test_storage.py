@@ -21,7 +21,7 @@ from hvd_core.train import (  # noqa: E402
     load_checkpoint,
 )
 from hvd_core.train.checkpoint import CheckpointDir  # noqa: E402
-from hvd_core.train.storage import Storage, child, shown  # noqa: E402
+from hvd_core.train.storage import Storage, _opened, child, shown  # noqa: E402
 
 from .runs import spec_of, table  # noqa: E402
 from .test_resume import assert_same, cut, resumed  # noqa: E402
@@ -149,3 +149,38 @@ def test_urls() -> None:
     assert shown("/plain/a@b") == "/plain/a@b"
     assert child("s3://b/run?region=x", "step-1") == "s3://b/run/step-1?region=x"
     assert child("/a/b/", "c") == "/a/b/c"
+
+
+def test_a_store_without_rename_and_append_has_the_manifest_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As object stores and mounted volumes are."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    written: list[str] = []
+    plain = MemoryFileSystem._open
+
+    def opened(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode != "rb":
+            assert mode == "wb", mode
+            written.append(path)
+        return plain(self, path, mode, **options)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("this store only takes whole files")
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", opened)
+    for name in ("mv", "move", "rename", "cp_file", "copy"):
+        monkeypatch.setattr(MemoryFileSystem, name, refused)
+    url = f"memory://{uuid.uuid4().hex}/run"
+    spec = spec_of(epochs=2)
+    cut(spec, url, 9)
+    names = [path.rpartition("/")[2] for path in written if "/step-" in path]
+    assert names == ["weights.safetensors", "state.safetensors", "ranks.safetensors", "manifest.json"]
+    assert_same(resumed(spec, url), fit_local(spec, table()))
+
+
+def test_where_databricks_mounts_dbfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _opened("dbfs:/Volumes/main/runs/7")[1] == "/Volumes/main/runs/7"
+    is_dir = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda self: str(self) == "/dbfs" or is_dir(self))
+    found, root = _opened("dbfs:/ml/run/")
+    assert (found.type_name, root) == ("local", "/dbfs/ml/run")

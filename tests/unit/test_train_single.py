@@ -234,8 +234,21 @@ def test_a_torch_scheduler_is_stepped_by_epoch_step_or_metric() -> None:
     )
     _, result = fitted(quick(lr_schedule=plateau, epochs=4), regression())
     assert result.history[-1]["lr"] < result.history[0]["lr"]
-    with pytest.raises(errors.InvalidArgument, match=r"nothing.*loss"):
-        fit_local(quick(lr_schedule=Scheduler(halve.factory, metric="nothing")), regression())
+
+
+class Untrained:
+    def on_train_begin(self, run: Any) -> None:
+        raise AssertionError("an epoch of training before the mistake was found")
+
+
+def test_a_metric_that_does_not_exist_is_named_before_the_first_epoch() -> None:
+    halve = Scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), metric="nothing")
+    own: dict[str, Any] = {"callbacks": [Untrained()], "metrics": {"m": nn.functional.l1_loss}}
+    with pytest.raises(errors.InvalidArgument, match=r"lr_schedule: .*'nothing', only loss, m$"):
+        fit_local(quick(lr_schedule=halve, **own), regression())
+    stop = EarlyStopping("val_n")
+    with pytest.raises(errors.InvalidArgument, match=r"early_stopping: .*'val_n', only .*val_loss, val_m$"):
+        fit_local(quick(early_stopping=stop, validation=0.2, **own), regression())
 
 
 def test_ema_is_the_running_mean_of_the_parameters() -> None:
@@ -256,8 +269,22 @@ def test_ema_is_the_running_mean_of_the_parameters() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_learns(precision: str) -> None:
-    _, result = fitted(quick(precision=precision, epochs=10, optimizer=adam), regression(200))
+def test_mixed_precision_is_plain_autocast_bit_for_bit(precision: str) -> None:
+    table = regression(100)
+    spec = quick(precision=precision, epochs=3, optimizer=adam)
+    plain = mlp()
+    optimizer = adam(plain.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    for x, y in batches(spec, table, 3, 16):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            output = plain(x)
+        scaler.scale(nn.MSELoss()(output.float(), y[:, None])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    own, result = fitted(spec, table)
+    assert all(torch.equal(p, q) for p, q in zip(own.parameters(), plain.parameters(), strict=True))
     assert result.history[-1]["loss"] < result.history[0]["loss"]
     assert result.output_spec[0].dtype == "float32"
 

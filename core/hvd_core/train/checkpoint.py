@@ -152,9 +152,10 @@ class CheckpointDir:
         return data
 
 
-def load_checkpoint(url: str) -> Checkpoint:
+def load_checkpoint(url: str, *, best: bool = False) -> Checkpoint:
     """The checkpoint at `url` itself (".../step-0000000012"), or the last one that verifies of the run whose
-    `checkpoint_dir` is `url`. Runs no code from it. Raises CheckpointError."""
+    `checkpoint_dir` is `url`; with `best` that of its best epoch (by early_stopping's metric, else val_loss,
+    else loss). Runs no code from it. Raises CheckpointError."""
     base, mark, query = url.partition("?")
     parent, _, name = base.rstrip("/").rpartition("/")
     if _NAME.match(name):
@@ -162,7 +163,11 @@ def load_checkpoint(url: str) -> Checkpoint:
     found, wrong = CheckpointDir(url).last()
     if found is None:
         raise CheckpointError("; ".join([f"there is no checkpoint that verifies at {shown(url)}", *wrong]))
-    return found
+    if not best:
+        return found
+    if found.facts["best"] is None:
+        raise CheckpointError(f"no epoch of {shown(url)} has ended yet, so none is the best")
+    return CheckpointDir(url).read(found.facts["best"]["checkpoint"])
 
 
 def check_checkpoint_dir(url: str) -> None:

@@ -163,7 +163,6 @@ class Layout:
     shapes: Mapping[str, tuple[int, ...]]
     null_value: float | Mapping[str, float] | None
     transform_fn: Callable[[dict[str, Any]], dict[str, Any]] | None
-    summary: str
 
     @property
     def schema(self) -> pa.Schema:
@@ -211,9 +210,7 @@ def plan_layout(columns: Sequence[Column], spec: TrainSpec, facts: ModelFacts | 
     if isinstance(spec.validation, str):
         blocks.append(_block("validation", spec.validation, spec.validation, have, spec, facts))
     shapes = {name: tuple(int(n) for n in shape) for name, shape in spec.shapes.items()}
-    return Layout(
-        tuple(sent), tuple(blocks), shapes, spec.null_value, spec.transform_fn, _summary(blocks, facts)
-    )
+    return Layout(tuple(sent), tuple(blocks), shapes, spec.null_value, spec.transform_fn)
 
 
 def _sent(have: Mapping[str, Column], spec: TrainSpec) -> list[Column]:
@@ -356,17 +353,3 @@ def _joined_shape(
             )
         width += shape[0] if shape else 1
     return (width,)
-
-
-def _summary(blocks: Sequence[Block], facts: ModelFacts) -> str:
-    lines = [f"columns of {facts.name} (floating columns take {facts.float_dtype}, the model's dtype):"]
-    for b in blocks:
-        shape = (
-            "(B, ...)"
-            if b.shape is None
-            else f"(B{''.join(f', {n}' for n in b.shape)}{'' if b.shape else ','})"
-        )
-        lines.append(
-            f"  {b.role} {b.name}: {', '.join(b.columns)} -> {b.dtype or 'as transform_fn says'} {shape}"
-        )
-    return "\n".join(lines)

@@ -19,7 +19,7 @@ from .exchange import deal_by_hash
 from .framework import RANK_STRIDE, Batch, Framework, Totals, checked, framework_for
 from .order import EpochPlan, Request, requests
 from .progress import Best
-from .quality import examine_shard, troubles
+from .quality import examine_shard, lines_of, troubles
 from .ranks import Ranks, places_of
 from .result import FitResult, OutputSpec
 from .resume import Attempt, Checkpoints, EpochSums
@@ -120,6 +120,7 @@ class _Loop:
             pairs=framework.needs_pairs and self._ranks.size > 1,
         )
         self._validation_rows = sum(rows.validation)
+        self._check_metrics()
         self._progress, self._sums = self._checkpoints.restore(rows.fingerprint)
         self._best_weights = self._checkpoints.best_weights
         self._seconds_before = self._progress.seconds["total"]
@@ -198,7 +199,7 @@ class _Loop:
             try:
                 framework.train_epoch(watched, progress.epoch, plan.steps, sums.totals)
             except LossError as error:
-                raise LossError("\n".join([str(error), *troubles(self._data)[:20]])) from error.__cause__
+                raise LossError("\n".join([str(error), *lines_of(self._data)])) from error.__cause__
             data_s = waited_s + batches.wait_s
         self._check_parameters()
         trained_s = time.perf_counter() - start
@@ -274,13 +275,19 @@ class _Loop:
 
     # -- decisions, equal on all ranks because the values are --
 
+    def _check_metrics(self) -> None:
+        """Before the first epoch, whose end is too late to hear of a wrong name."""
+        names = dict.fromkeys(["loss", *self._framework.names])
+        known = [*names, *(f"val_{name}" for name in names if self._validation_rows)]
+        for field_name in ("early_stopping", "lr_schedule"):
+            metric = getattr(getattr(self._spec, field_name), "metric", None)
+            if metric is not None and metric not in known:
+                raise InvalidArgument(f"{field_name}: there is no metric {metric!r}, only {', '.join(known)}")
+
     def _judge(self, entry: dict[str, Any]) -> tuple[bool, bool]:
         """(whether to stop early, whether this epoch is the best so far)."""
         rule, progress = self._spec.early_stopping, self._progress
         metric = rule.metric if rule is not None else "val_loss" if self._validation_rows else "loss"
-        if metric not in entry:
-            known = ", ".join(k for k, v in entry.items() if isinstance(v, float))
-            raise InvalidArgument(f"early_stopping: there is no metric {metric!r}, only {known}")
         watch = rule or EarlyStopping(metric)
         best = progress.best
         if best is not None and (best.metric, best.mode) != (metric, watch.mode):  # of an earlier process
@@ -361,6 +368,7 @@ class _Loop:
             f"learning rate {history[0]['lr'] if history else self._framework.learning_rate:g}"
             + (f" ({spec.lr_scaling} scaling with the number of ranks)" if spec.lr_scaling else ""),
             f"{len(history)} epochs, {', '.join(f'{k} {v:.2f} s' for k, v in progress.seconds.items())}",
+            *map(str, self._shard.blocks),
             *self._places,
             *troubles(self._data)[:20],
             *self._checkpoints.notes,

@@ -105,5 +105,9 @@ def differences(
         lost.append(f"the rows of rank {others[0]} are others" + (" (and of more ranks)" * (len(others) > 1)))
     changed = [k for k in spec if then["spec"].get(k) != spec[k]]
     said = {n: f"{n} was {then['spec'].get(n)} and is {spec[n]}" for n in changed}
+    # A function of the epoch and a warm-up set the rate in each step, from the one the spec gives.
+    if spec["warmup_epochs"] == "0.0" and spec["lr_schedule"].partition("(")[0] in ("None", "Scheduler"):
+        for name in said.keys() & {"learning_rate", "lr_scaling"}:
+            said[name] += ", which is not used: the optimizer goes on with the rate that was saved"
     lost += [said[n] for n in changed if n in _ORDER]
     return lost, [said[n] for n in changed if n not in _ORDER]

@@ -137,6 +137,11 @@ def _of_block(shard: Shard, i: int, rank: int) -> list[ColumnReport]:
     return reports
 
 
+def lines_of(reports: Sequence[ColumnReport], most: int = 20) -> list[str]:
+    """A line for each column, those that are not clean first."""
+    return [str(r) for r in sorted(reports, key=lambda r: not r.trouble)][:most]
+
+
 def troubles(reports: Sequence[ColumnReport]) -> list[str]:
     """A line for each column that is not clean."""
     return [str(r) for r in reports if r.trouble]

@@ -47,6 +47,12 @@ class ShardBlock:
         dtype, shape = block["dtype"] or "float32", tuple(block["shape"] or ())
         return cls(block["role"], block["name"], tuple(block["columns"]), dtype, shape)
 
+    def __str__(self) -> str:
+        """What became of the columns: "input x: a, b -> float32 (B, 2)"."""
+        names = [*self.columns[:8], *([f"and {len(self.columns) - 8} more"] if len(self.columns) > 8 else [])]
+        shape = ", ".join(map(str, ("B", *self.shape))) + ("" if self.shape else ",")
+        return f"{self.role} {self.name}: {', '.join(names)} -> {self.dtype} ({shape})"
+
     @property
     def row_nbytes(self) -> int:
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))

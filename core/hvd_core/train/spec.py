@@ -319,6 +319,12 @@ def _check_what(spec: TrainSpec) -> None:
         raise InvalidArgument(
             f"early_stopping must be hvd_core.train.EarlyStopping(metric=...), not {spec.early_stopping!r}"
         )
+    rule = spec.early_stopping
+    if rule is not None and rule.metric.startswith("val_") and spec.validation is None:
+        raise InvalidArgument(
+            f"early_stopping watches {rule.metric!r}, but there are no validation rows: set validation, or "
+            "watch EarlyStopping(metric='loss')"
+        )
     if (spec.model is None) == (spec.model_fn is None):
         raise InvalidArgument("give exactly one of model and model_fn")
     if spec.optimizer is None:

@@ -121,7 +121,7 @@ def _opened(url: str) -> tuple[Any, str]:
 
 def _mounted(url: str) -> str | None:
     """Where Databricks mounts a dbfs: URL, if this is such a machine."""
-    path = "/" + url.partition(":")[2].lstrip("/")
+    path = "/" + url.partition(":")[2].strip("/")
     if path.startswith("/Volumes/"):
         return path
     return f"/dbfs{path}" if Path("/dbfs").is_dir() else None

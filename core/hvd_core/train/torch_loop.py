@@ -28,9 +28,9 @@ from .torch_batchnorm import SyncBatchNorm, convert
 from .torch_model import (
     build_model,
     build_optimizer,
+    called,
     digests,
     float_dtype,
-    outputs_of,
     to_tensors,
 )
 from .torch_objective import Objective
@@ -192,9 +192,9 @@ class TorchFramework:
     def _forward(self, inputs: Sequence[np.ndarray]) -> list[Tensor]:
         """Outputs; losses are taken in float32 where the model ran in a smaller type."""
         if self._amp_dtype is None:
-            return outputs_of(self.model(*to_tensors(inputs, self._dtype)))
+            return called(self.model, to_tensors(inputs, self._dtype))
         with torch.autocast("cpu", self._amp_dtype):
-            outputs = outputs_of(self.model(*to_tensors(inputs, self._dtype)))
+            outputs = called(self.model, to_tensors(inputs, self._dtype))
         return [o.float() if o.dtype is self._amp_dtype else o for o in outputs]
 
     def _backward(self, loss: Tensor) -> None:
@@ -278,7 +278,7 @@ class TorchFramework:
         self.model.eval()
         with self._averaged(), torch.inference_mode():
             for batch in batches:
-                outputs = outputs_of(self.model(*to_tensors(batch.inputs, self._dtype)))
+                outputs = called(self.model, to_tensors(batch.inputs, self._dtype))
                 self._objective.evaluate(outputs, self._objective.labels(batch), _weight(batch), totals)
                 totals.rows += batch.rows
                 totals.steps += 1

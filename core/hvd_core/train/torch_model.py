@@ -95,6 +95,21 @@ def outputs_of(value: Any) -> list[Tensor]:
     return list(values)
 
 
+def called(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The model's outputs. Raises LossError where an embedding does not have what it is asked for."""
+    try:
+        return outputs_of(model(*tensors))
+    except IndexError as error:
+        if "out of range in self" not in str(error):  # as an embedding says it; others are the user's
+            raise
+        given = ", ".join(
+            f"input {i}: {int(t.min())} to {int(t.max())}"
+            for i, t in enumerate(tensors)
+            if not t.is_floating_point() and t.numel()
+        )
+        raise LossError(f"an embedding is too small for its indices: {error}; {given}") from error
+
+
 def run_model(model: nn.Module, inputs: Sequence[np.ndarray], device: str | None = None) -> list[np.ndarray]:
     """Outputs in inference mode, in the output's dtype (bfloat16 as float32). The model's mode is put back.
     device: to which the model moves; None: it is on the CPU."""
@@ -105,7 +120,7 @@ def run_model(model: nn.Module, inputs: Sequence[np.ndarray], device: str | None
     try:
         with torch.inference_mode():
             tensors = to_tensors(inputs, float_dtype(model))
-            outputs = outputs_of(model(*(t if device is None else t.to(device) for t in tensors)))
+            outputs = called(model, [t if device is None else t.to(device) for t in tensors])
             arrays = [(o.float() if o.dtype is torch.bfloat16 else o).cpu().numpy() for o in outputs]
     finally:
         model.train(was_training)

@@ -70,10 +70,8 @@ class LearningRate:
             return
         if rule.metric is None:
             self._scheduler.step()
-        elif rule.metric in logs:
-            self._scheduler.step(logs[rule.metric])
         else:
-            raise InvalidArgument(f"Scheduler: there is no metric {rule.metric!r}, only {', '.join(logs)}")
+            self._scheduler.step(logs[rule.metric])
 
     def state(self) -> Any:
         return None if self._scheduler is None else self._scheduler.state_dict()
