@@ -257,7 +257,7 @@ def nothing() -> float:
 )
 def test_rows_that_a_framework_loses_end_the_fit(where: str, text: str) -> None:
     spec = spec_of(
-        model=Linear(3), optimizer=nothing, loss=nothing, validation=0.2, inference_batch_size=4, batch_size=8,
+        model=Linear(3), optimizer=nothing, loss=nothing, validation=0.2, inference_batch_size=4,
         framework=lambda: Forgetful(where),
     )  # fmt: skip
     with pytest.raises(errors.RowsLost, match=text):
