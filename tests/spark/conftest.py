@@ -28,22 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    from pyspark.sql import SparkSession
+    from .sessions import session
 
-    session = (
-        SparkSession.builder.master("local[2]")
-        .appName("hvd tests")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.sql.shuffle.partitions", "2")
-        .config("spark.driver.memory", "1g")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .getOrCreate()
-    )
-    session.sparkContext.setLogLevel("OFF")
-    yield session
-    session.stop()
+    made = session(**{"spark.app.name": "hvd tests", "spark.driver.memory": "1g"})
+    yield made
+    made.stop()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.spark.cluster_job import tell
+from tests.spark.sessions import session
 
 WEIGHTS_NBYTES = 240_000_000
 
@@ -26,23 +27,6 @@ def memory(key: str) -> int:
 
 def forget() -> None:
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def session() -> Any:
-    """With Spark's defaults for sizes of messages and results. The heap is for driver and executor, which are
-    one process here."""
-    from pyspark.sql import SparkSession
-
-    made = (
-        SparkSession.builder.master("local[2]")
-        .config("spark.driver.memory", "3g")
-        .config("spark.ui.enabled", "false")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .getOrCreate()
-    )
-    made.sparkContext.setLogLevel("OFF")
-    return made
 
 
 def ten_rows(spark: Any) -> Any:
@@ -90,7 +74,8 @@ def use(spark: Any, directory: Path) -> None:
 
 if __name__ == "__main__":
     what, where = sys.argv[1:]
-    made = session()
+    # Spark's defaults for sizes of messages and results; the heap is for driver and executor, one process.
+    made = session(**{"spark.driver.memory": "3g"})
     try:
         {"fit": fit, "use": use}[what](made, Path(where))
     finally:

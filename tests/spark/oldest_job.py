@@ -18,21 +18,13 @@ def main() -> None:
     from pyspark.ml import Pipeline, PipelineModel
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
     from pyspark.ml.feature import VectorAssembler
-    from pyspark.sql import SparkSession
     from torch import nn
 
     import hvd_spark
     from tests.spark import jobs, nets
+    from tests.spark.sessions import session
 
-    spark = (
-        SparkSession.builder.master("local[2]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.sql.shuffle.partitions", "2")
-        .getOrCreate()
-    )
-    spark.sparkContext.setLogLevel("OFF")
+    spark = session()
     try:
         assert hvd_spark.run(jobs.reduce_rank, num_proc=2) == [3.0, 3.0]
         df = spark.createDataFrame(
