@@ -1,4 +1,5 @@
-"""Batches gathered into buffers that are used again and again; large ones ahead of the step, by a thread."""
+"""Batches gathered into buffers that are used again and again: large ones ahead of the step, by a thread,
+small ones many at once."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from types import TracebackType
 
 import numpy as np
@@ -17,6 +19,9 @@ from .shard import Shard
 #: Smaller batches are gathered faster than one thread can hand them to another, unless they have to be read
 #: from a file.
 _WORTH_A_THREAD_NBYTES = 1 << 20
+#: So much of small batches is gathered by one call: rows leave nothing else in the caches, so the interpreter
+#: that asks for a few of them at a time is as slow as they are.
+_AT_ONCE_NBYTES, _AT_ONCE = 4 << 20, 64
 
 _Buffers = list[np.ndarray]
 
@@ -24,9 +29,10 @@ _Buffers = list[np.ndarray]
 class Batches:
     """Iterator over the batches of `requests`, in order. A batch is valid until the next one is asked for.
 
-    Memory: `prefetch + 1` sets of buffers of `largest` rows; one where batches are so small that no thread
-    gathers them ahead. Use as a context manager: leaving it ends the thread, also in the middle. What
-    gathering (or `requests`) raises is raised by the next `next()`.
+    Memory: `prefetch + 1` sets of buffers of `largest` rows; where batches are so small that no thread
+    gathers them ahead one set of 4 MB at most, and `requests` are asked for ahead. Use as a context manager:
+    leaving it ends the thread, also in the middle. What gathering (or `requests`) raises is raised by the
+    next `next()`.
     `wait_s`: seconds the consumer has waited for batches that were not ready.
     """
 
@@ -41,12 +47,13 @@ class Batches:
         blocks = [shard.blocks[i] for i in self._which]
         nbytes = largest * sum(b.row_nbytes for b in blocks)
         is_ahead = shard.spilled or nbytes >= _WORTH_A_THREAD_NBYTES
+        self._at_once = 1 if is_ahead else min(max(1, _AT_ONCE_NBYTES // max(1, nbytes)), _AT_ONCE)
         sets = [
-            [np.empty((largest, *b.shape), b.dtype) for b in blocks]
+            [np.empty((self._at_once * largest, *b.shape), b.dtype) for b in blocks]
             for _ in range(prefetch + 1 if is_ahead else 1)
         ]
         self._in_use: _Buffers | None = None
-        self._only = sets[0]
+        self._small = self._gathered(sets[0])
         self._thread: threading.Thread | None = None
         if is_ahead:
             self._free: queue.SimpleQueue[_Buffers | None] = queue.SimpleQueue()
@@ -64,9 +71,7 @@ class Batches:
     def __next__(self) -> Batch:
         start = time.perf_counter()
         try:
-            if self._thread is None:
-                return self._gather(next(self._requests), self._only)
-            return self._next_ready()
+            return next(self._small) if self._thread is None else self._next_ready()
         finally:
             self.wait_s += time.perf_counter() - start
 
@@ -103,15 +108,36 @@ class Batches:
                 buffers = self._free.get()
                 if buffers is None:
                     return
-                self._ready.put((self._gather(request, buffers), buffers))
+                self._shard.gather(request.index, [b[: len(request.index)] for b in buffers], self._which)
+                self._ready.put((self._batch(request, buffers, 0), buffers))
             self._ready.put(None)
         except BaseException as error:  # noqa: BLE001 - it is raised where the batches are used
             self._ready.put(error)
 
-    def _gather(self, request: Request, buffers: _Buffers) -> Batch:
+    def _gathered(self, buffers: _Buffers) -> Iterator[Batch]:
+        """All batches, `_at_once` of them by one call; then the error of `requests`, if it had one."""
+        failed: Exception | None = None
+        while failed is None:
+            group: list[Request] = []
+            try:
+                group.extend(islice(self._requests, self._at_once))  # keeps those before an error
+            except Exception as error:  # noqa: BLE001 - raised after the batches before it
+                failed = error
+            if not group:
+                break
+            index = group[0].index if len(group) == 1 else np.concatenate([r.index for r in group])
+            self._shard.gather(index, [b[: len(index)] for b in buffers], self._which)
+            begin = 0
+            for request in group:
+                yield self._batch(request, buffers, begin)
+                begin += len(request.index)
+        if failed is not None:
+            raise failed
+
+    def _batch(self, request: Request, buffers: _Buffers, begin: int) -> Batch:
+        """Its rows are in the buffers from row `begin`."""
         rows = len(request.index)
-        views = buffers if rows == self._largest else [b[:rows] for b in buffers]
-        self._shard.gather(request.index, views, self._which)
+        views = [b[begin : begin + rows] for b in buffers]
         n, m = len(self._inputs), len(self._inputs) + len(self._labels)
         return Batch(
             inputs=views[:n],

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .._native import permutation
+from .._native import gather_rows, permutation
 
 #: Keeps the draw of the validation rows apart from the order of use.
 _VALIDATION_STREAM = 0x76616C6964
@@ -189,4 +189,8 @@ def rows_in_use(
         at = permutation(split.train_rows, seed, epoch, begin, end - begin)
     else:
         at = np.arange(begin, end, dtype=np.int64)
-    return at if split.train is None else split.train[at]
+    if split.train is None:
+        return at
+    rows = np.empty(len(at), np.int64)  # as split.train[at], which waits for one cache miss after the other
+    gather_rows(split.train.view(np.uint8), rows.itemsize, at, rows.view(np.uint8))
+    return rows
