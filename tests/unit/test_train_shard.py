@@ -349,6 +349,9 @@ def test_batches_are_the_rows_asked_for(ahead: bool) -> None:
             assert np.array_equal(batch.labels[0], shard.block(1)[index[i]])
             assert batch.weight is not None
             assert np.array_equal(batch.weight, shard.block(2)[index[i]])
+            assert not any(x.ctypes.data % 64 for x in (*batch.inputs, *batch.labels)), (
+                "as torch's own tensors"
+            )
         assert i == 4
         with pytest.raises(StopIteration):
             next(batches)

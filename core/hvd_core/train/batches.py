@@ -3,6 +3,7 @@ small ones many at once."""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -21,7 +22,9 @@ from .shard import Shard
 _WORTH_A_THREAD_NBYTES = 1 << 20
 #: So much of small batches is gathered by one call: rows leave nothing else in the caches, so the interpreter
 #: that asks for a few of them at a time is as slow as they are.
-_AT_ONCE_NBYTES, _AT_ONCE = 4 << 20, 64
+_AT_ONCE_NBYTES, _AT_ONCE = 2 << 20, 64
+#: Where torch's own tensors begin. Elsewhere a step is slower, and its last bits may be others.
+_ALIGN_NBYTES = 64
 
 _Buffers = list[np.ndarray]
 
@@ -30,7 +33,7 @@ class Batches:
     """Iterator over the batches of `requests`, in order. A batch is valid until the next one is asked for.
 
     Memory: `prefetch + 1` sets of buffers of `largest` rows; where batches are so small that no thread
-    gathers them ahead one set of 4 MB at most, and `requests` are asked for ahead. Use as a context manager:
+    gathers them ahead one set of 2 MB at most, and `requests` are asked for ahead. Use as a context manager:
     leaving it ends the thread, also in the middle. What gathering (or `requests`) raises is raised by the
     next `next()`.
     `wait_s`: seconds the consumer has waited for batches that were not ready.
@@ -40,16 +43,18 @@ class Batches:
         self.wait_s = 0.0
         self._shard = shard
         self._requests = requests
-        self._largest = largest
         self._inputs, self._labels = shard.of_role("input"), shard.of_role("label")
         self._weights = shard.of_role("weight")
         self._which = [*self._inputs, *self._labels, *self._weights]
         blocks = [shard.blocks[i] for i in self._which]
-        nbytes = largest * sum(b.row_nbytes for b in blocks)
+        # So many rows apart batches begin at aligned addresses.
+        whole = max((_ALIGN_NBYTES // math.gcd(_ALIGN_NBYTES, b.row_nbytes) for b in blocks), default=1)
+        self._apart = -(-largest // whole) * whole
+        nbytes = self._apart * sum(b.row_nbytes for b in blocks)
         is_ahead = shard.spilled or nbytes >= _WORTH_A_THREAD_NBYTES
         self._at_once = 1 if is_ahead else min(max(1, _AT_ONCE_NBYTES // max(1, nbytes)), _AT_ONCE)
         sets = [
-            [np.empty((self._at_once * largest, *b.shape), b.dtype) for b in blocks]
+            [_aligned((self._at_once * self._apart, *b.shape), b.dtype) for b in blocks]
             for _ in range(prefetch + 1 if is_ahead else 1)
         ]
         self._in_use: _Buffers | None = None
@@ -125,12 +130,13 @@ class Batches:
                 failed = error
             if not group:
                 break
-            index = group[0].index if len(group) == 1 else np.concatenate([r.index for r in group])
-            self._shard.gather(index, [b[: len(index)] for b in buffers], self._which)
-            begin = 0
-            for request in group:
-                yield self._batch(request, buffers, begin)
-                begin += len(request.index)
+            if any(len(request.index) for request in group):
+                index = np.zeros((len(group), self._apart), np.int64)  # row 0 between two batches
+                for own, request in zip(index, group, strict=True):
+                    own[: len(request.index)] = request.index
+                self._shard.gather(index.reshape(-1), [b[: index.size] for b in buffers], self._which)
+            for i, request in enumerate(group):
+                yield self._batch(request, buffers, i * self._apart)
         if failed is not None:
             raise failed
 
@@ -147,3 +153,10 @@ class Batches:
             global_rows=request.global_rows,
             step=request.step,
         )
+
+
+def _aligned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(nbytes + _ALIGN_NBYTES, np.uint8)
+    begin = -memory.ctypes.data % _ALIGN_NBYTES
+    return memory[begin : begin + nbytes].view(dtype).reshape(shape)
