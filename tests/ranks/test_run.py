@@ -273,5 +273,32 @@ def _forks() -> int:
     return 0
 
 
+def _leaves_things_open(directory: str) -> None:
+    import atexit
+    import ctypes
+    import sys
+
+    sys.left_open = open(f"{directory}/text", "w"), open(f"{directory}/bytes", "wb")  # noqa: SIM115
+    sys.left_open[0].write("text")
+    sys.left_open[1].write(b"bytes")
+    atexit.register(lambda: Path(f"{directory}/atexit").write_text("atexit"))
+
+    def late() -> None:
+        threading.main_thread().join()
+        Path(f"{directory}/thread").write_text("thread")
+
+    threading.Thread(target=late).start()
+    ctypes.CDLL(None).printf(b"said by C\n")
+
+
+def test_what_a_rank_leaves_open_is_written(tmp_path: Path) -> None:
+    out = io.StringIO()
+    run(_leaves_things_open, (str(tmp_path),), num_proc=1, output=out)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        name: name for name in ("text", "bytes", "atexit", "thread")
+    }
+    assert "said by C" in out.getvalue()
+
+
 def test_a_process_that_the_function_forks_is_not_the_rank() -> None:
     assert run(_forks, num_proc=1) == [0]

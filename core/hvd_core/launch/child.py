@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import faulthandler
+import gc
 import io
 import json
 import mmap
@@ -13,10 +16,11 @@ import random
 import signal
 import socket
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import NotPicklable, RankFailure
 from ..group import Listener
@@ -85,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def main(job: Job) -> int:
-    """Runs the job; returns the exit status. The caller then leaves through the interpreter's normal exit."""
+    """Runs the job; returns the exit status, with which the caller is to `leave`."""
     _set_up_process(job)
     channel = wire.Channel(socket.socket(fileno=job.control))
     _supervisor.pid, _supervisor.channel = os.getpid(), channel
@@ -112,6 +116,20 @@ def main(job: Job) -> int:
     _flush()
     _supervisor.say(wire.VALUE, value)
     return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process as the interpreter does (threads that are not daemons end, atexit functions run,
+    files left open are written), but destroys no object: that takes a quarter of a second, and copies what
+    memory is shared with the template."""
+    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does in its children
+    atexit._run_exitfuncs()
+    for thing in gc.get_objects():  # none of the template's, which are frozen
+        if issubclass(type(thing), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(Exception):
+                thing.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(status)
 
 
 def _set_up_process(job: Job) -> None:

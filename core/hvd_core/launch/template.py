@@ -150,10 +150,10 @@ def _tell(status: int, message: Mapping[str, Any]) -> None:
         os.write(status, json.dumps(message).encode() + b"\n")
 
 
-def main() -> int:
+def main() -> NoReturn:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    return child.main(_Server(wire.Channel(socket.socket(fileno=fd)), parent).serve())
+    child.leave(child.main(_Server(wire.Channel(socket.socket(fileno=fd)), parent).serve()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
