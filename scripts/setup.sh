@@ -92,5 +92,5 @@ if ! .venv/bin/python -c 'import pip' >/dev/null 2>&1; then
 fi
 pip_install --upgrade pip  # Debian 12's own knows no --config-settings
 say "Installing Python packages into .venv (torch and pyspark are large; minutes the first time)"
-.venv/bin/python scripts/requirements.py torch spark dev > .venv/requirements.txt
+.venv/bin/python scripts/requirements.py torch spark ray dev > .venv/requirements.txt
 pip_install --requirement .venv/requirements.txt

@@ -13,7 +13,7 @@ from .pickling import type_name
 
 MAX_TRACEBACK_LINES = 40
 _MAX_MESSAGE_CHARS = 2000
-_OURS = ("/hvd_core/", "/hvd_spark/", "/hvd_ray/")
+_OURS = ("/hvd_core/", "/hvd_spark/", "/hvd_ray/", "/ray/train/v2/_internal/")
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<frozen "}
 )

@@ -1,0 +1,74 @@
+"""How the workers of Ray Train become ranks: they listen, hear of each other, and connect when they train."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from hvd_core.errors import InvalidArgument
+
+from . import worker
+
+
+class HorovodConfig(BackendConfig):
+    """How the ranks of a `HorovodTrainer` connect.
+
+    timeout_s: all ranks must have connected this long after the first. start_timeout_s: how long to wait
+    while others use the CPUs or GPUs that the workers need. env: names and strings set in each worker before
+    it connects, such as HVD_TIMELINE. A misspelt option raises InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 600.0,
+        env: Mapping[str, str] | None = None,
+        **unknown: Any,
+    ):
+        refuse_unknown(type(self), unknown)
+        self.timeout_s, self.start_timeout_s = float(timeout_s), float(start_timeout_s)
+        self.env = {"HVD_CONNECT_TIMEOUT_S": str(self.timeout_s), **dict(env or {})}
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return HorovodBackend
+
+    @property
+    def train_func_context(self) -> Any:
+        return worker.in_group
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"timeout_s": self.timeout_s, "start_timeout_s": self.start_timeout_s}
+
+
+class HorovodBackend(Backend):
+    """Runs in Ray Train's controller."""
+
+    #: A rank sees all GPUs that the workers of its node have; its own is number `hvd.local_rank()`.
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Ray numbers the workers node by node, as a Group wants its ranks."""
+        offers = worker_group.execute(worker.listen, backend_config.env)
+        token = secrets.token_bytes(32)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, worker.join, rank, offers, token)
+                for rank in range(len(offers))
+            ]
+        )
+
+
+def refuse_unknown(cls: type, unknown: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument that names the option closest to each unknown one."""
+    known = [name for name in inspect.signature(cls).parameters if name != "unknown"]
+    for name in unknown:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InvalidArgument(f"{cls.__name__} has no option {name!r}{hint} (it has {', '.join(known)})")

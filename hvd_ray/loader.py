@@ -1,0 +1,158 @@
+"""`prepare_data`: the rows of a dataset in batches, the same number of steps on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from hvd_core import basics
+from hvd_core.errors import DataError, InvalidArgument
+from hvd_core.train.agree import agree_on_rows
+from hvd_core.train.batches import Batches
+from hvd_core.train.columns import ModelFacts, columns_of, plan_layout
+from hvd_core.train.local import shard_of
+from hvd_core.train.order import EpochPlan, requests
+from hvd_core.train.ranks import Ranks
+from hvd_core.train.spec import TrainSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+def prepare_data(
+    name: str = "train",
+    columns: Sequence[str] | None = None,
+    *,
+    batch_size: int = 32,
+    shuffle: bool = True,
+    seed: int = 0,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    null_value: float | Mapping[str, float] | None = None,
+    prefetch: int = 2,
+) -> Loader:
+    """In a training loop: this rank's rows of the dataset `name` as a `Loader`. All ranks call it together.
+
+    columns: which ones, None: all. batch_size: rows of one rank in one step. shuffle: another order in each
+    epoch, by `seed`. shapes, dtypes, null_value: as in `TrainSpec`; floats come as float32, whole numbers as
+    int64. Raises ColumnError for columns that are no numbers, DataError for nulls and for fewer rows than
+    ranks.
+    """
+    import ray.train
+
+    shard = ray.train.get_dataset_shard(name)
+    blocks = shard.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+    table = _table([block for block in blocks if block.num_rows])
+    names = list(columns) if columns is not None else table.schema.names
+    spec = _spec(names, batch_size, shapes or {}, dtypes or {}, null_value, shuffle, seed, prefetch)
+    return Loader(table, spec, names)
+
+
+class Loader:
+    """Iterating gives one epoch: dicts of column name to a torch tensor (rows, *shape), each row of the
+    dataset once over all ranks, and as many steps on every rank. A new iteration is the next epoch; all ranks
+    iterate together, to the end.
+
+    `share`: multiply a mean loss by it, and averaged gradients are those of the mean over the rows of all
+    ranks, also where one has a row more than another.
+    """
+
+    def __init__(self, table: pa.Table, spec: TrainSpec, names: Sequence[str]):
+        self._spec, self._names = spec, list(names)
+        columns = columns_of(table.schema)
+        whole = any(column.name == names[-1] and column.leaf == "int" for column in columns)
+        facts = ModelFacts(tuple(spec.feature_cols), len(spec.feature_cols), False, "float32", (whole,))
+        layout = plan_layout(columns, spec, facts)
+        ranks = Ranks(basics.default_group())
+        found = agree_on_rows(spec, shard_of(table, layout), ranks, fingerprint=False)
+        self._shard, self._split, self._rank = found.shard, found.split, ranks.rank
+        if not all(found.train):
+            raise DataError(
+                f"{sum(found.train)} rows for {ranks.size} ranks: rank {found.train.index(0)} has none"
+            )
+        self._plan = EpochPlan(found.train, spec.batch_size or 1)
+        self._size = ranks.size
+        self.epoch = 0
+        self.rows = found.train[ranks.rank]
+        self.share = 1.0
+
+    def __len__(self) -> int:
+        """Steps of an epoch, the same on all ranks."""
+        return self._plan.steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch: for a run that goes on from a checkpoint."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        import torch
+
+        spec, plan = self._spec, self._plan
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        wanted = requests(
+            self._split,
+            plan,
+            self._rank,
+            range(plan.steps),
+            seed=spec.seed,
+            epoch=epoch,
+            shuffle=spec.shuffle,
+        )
+        largest = plan.largest(self._rank)
+        with Batches(self._shard, wanted, largest=largest, prefetch=spec.prefetch) as batches:
+            for batch in batches:
+                self.share = batch.rows * self._size / batch.global_rows
+                arrays = [*batch.inputs, *batch.labels]
+                yield {
+                    name: torch.from_numpy(array.copy())
+                    for name, array in zip(self._names, arrays, strict=False)
+                }
+
+
+def _table(blocks: Sequence[pa.Table]) -> pa.Table:
+    """All ranks call it: one without rows learns from the others what columns there are."""
+    own = blocks[0].schema.serialize().to_pybytes() if blocks else b""
+    schemas = [data for data in Ranks(basics.default_group()).gather(own, "schemas") if data]
+    if not schemas:
+        raise DataError("no rows: there is nothing to train on")
+    return pa.concat_tables(blocks) if blocks else pa.ipc.read_schema(pa.py_buffer(schemas[0])).empty_table()
+
+
+def _spec(
+    names: Sequence[str],
+    batch_size: int,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, str],
+    null_value: float | Mapping[str, float] | None,
+    shuffle: bool,
+    seed: int,
+    prefetch: int,
+) -> TrainSpec:
+    """Every column is an input by itself, but for the last, which is the label: the user's loop decides what
+    they mean."""
+    if not names:
+        raise InvalidArgument("columns is empty")
+    return TrainSpec(
+        model=SimpleNamespace(),
+        optimizer=_not_trained,
+        loss=_not_trained,
+        loss_reduction="mean",
+        feature_cols=names[:-1] or names,
+        input_columns=names[:-1] or names,
+        label_cols=names[-1:],
+        shapes=shapes,
+        dtypes=dtypes,
+        null_value=null_value,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        prefetch=prefetch,
+    )
+
+
+def _not_trained(*_: Any) -> Any:
+    """Stands where a TrainSpec wants an optimizer and a loss."""
+    raise AssertionError("the loop is the user's")

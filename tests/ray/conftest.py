@@ -1,0 +1,47 @@
+"""One Ray with two CPUs on this machine for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        # Ray leaves sockets and files to the garbage collector, and warns of what it will change.
+        item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(90, func_only=True))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    import ray
+
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=200 << 20,
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def run_config(tmp_path: Path, cluster: Any) -> Any:
+    """Results of a run go into the test's own directory."""
+    from ray.train import RunConfig
+
+    return RunConfig(name="run", storage_path=str(tmp_path))
