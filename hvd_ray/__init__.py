@@ -1,8 +1,8 @@
-"""hvd for Ray: a Ray Train trainer, an executor of actors, and functions on N ranks of a cluster.
+"""hvd on Ray: train a model on a Dataset, Ray Train loops whose workers are ranks, functions on N ranks.
 
-Read order: `trainer` (what users make) -> `backend` (how its workers become ranks) -> `data` (which rows each
-gets) -> `failure` (what is raised); `executor` and `runner` for ranks without Ray Train, with `worker` in
-their actors.
+Read order: `estimator` -> `trainer` -> `backend` (how workers become ranks) -> `rank` (what they do) ->
+`model`; `data` and `rows` (which rows each gets), `failure` (what is raised); `executor` and `runner` for
+ranks without Ray Train, `actor` and `worker` in their processes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .backend import HorovodConfig as HorovodConfig
     from .data import RowsConfig as RowsConfig
+    from .estimator import HorovodEstimator as HorovodEstimator
+    from .estimator import TorchEstimator as TorchEstimator
     from .executor import RayExecutor as RayExecutor
     from .executor import create_settings as create_settings
     from .failure import WorkerFailed as WorkerFailed
     from .loader import prepare_data as prepare_data
+    from .model import HorovodModel as HorovodModel
+    from .model import TorchModel as TorchModel
     from .runner import run as run
     from .trainer import HorovodTrainer as HorovodTrainer
     from .worker import log as log
@@ -24,9 +28,13 @@ if TYPE_CHECKING:
 #: A worker imports only what it needs: torch not before it trains, and pandas never.
 _HOME = {
     "HorovodConfig": "backend",
+    "HorovodEstimator": "estimator",
+    "HorovodModel": "model",
     "HorovodTrainer": "trainer",
     "RayExecutor": "executor",
     "RowsConfig": "data",
+    "TorchEstimator": "estimator",
+    "TorchModel": "model",
     "WorkerFailed": "failure",
     "create_settings": "executor",
     "log": "worker",

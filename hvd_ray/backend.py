@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 
+from hvd_core.config import Config
 from hvd_core.errors import InvalidArgument
 
 from . import worker
@@ -33,7 +34,7 @@ class HorovodConfig(BackendConfig):
     ):
         refuse_unknown(type(self), unknown)
         self.timeout_s, self.start_timeout_s = float(timeout_s), float(start_timeout_s)
-        self.env = {"HVD_CONNECT_TIMEOUT_S": str(self.timeout_s), **dict(env or {})}
+        self.env = {**Config(connect_timeout_s=self.timeout_s).to_env(), **dict(env or {})}
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -69,6 +70,11 @@ def refuse_unknown(cls: type, unknown: Mapping[str, Any]) -> None:
     """Raises InvalidArgument that names the option closest to each unknown one."""
     known = [name for name in inspect.signature(cls).parameters if name != "unknown"]
     for name in unknown:
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise InvalidArgument(f"{cls.__name__} has no option {name!r}{hint} (it has {', '.join(known)})")
+        raise InvalidArgument(nearest(cls.__name__, name, known))
+
+
+def nearest(owner: str, name: str, known: Sequence[str]) -> str:
+    """What to say of an option that `owner` does not have."""
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{owner} has no option {name!r}{hint} (it has {', '.join(known)})"

@@ -15,6 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hvd_core.config import Config
 from hvd_core.errors import InvalidArgument, NotEnoughSlots, RankFailed, RankFailure, first_cause
 from hvd_core.launch import dumps
 from hvd_core.world import World
@@ -140,7 +141,7 @@ class RayExecutor:
 
         group, bundles = self._place()
         self._queue = Queue(actor_options={"num_cpus": 0})
-        env = {"HVD_CONNECT_TIMEOUT_S": str(self._settings.timeout_s), **env}
+        env = {**Config(connect_timeout_s=self._settings.timeout_s).to_env(), **env}
         for bundle in bundles:
             options = actor.Rank.options(  # type: ignore[attr-defined]
                 num_cpus=self._need["CPU"],

@@ -67,11 +67,11 @@ class HorovodTrainer(DataParallelTrainer):
         `WorkerFailed` with the first cause, which is a `RankFailed` and Ray's `WorkerGroupError`. When
         a worker dies or raises, all are started again, `run_config.failure_config.max_failures` times, and
         find the last checkpoint in `ray.train.get_checkpoint()`."""
-        dumps(self.train_loop_per_worker, [self.train_loop_config], names=["train_loop_config"])
         if self.running_in_local_mode:
             return super().fit()
         if not ray.is_initialized():
             ray.init()
+        self._check_pickles()
         scaling: Any = self.scaling_config
         config = self.backend_config
         timeout_s = config.start_timeout_s if isinstance(config, HorovodConfig) else 600.0
@@ -88,6 +88,14 @@ class HorovodTrainer(DataParallelTrainer):
             attempts = 1 + (failures.max_failures if failures is not None else 0)
             failed = worker_failed(error, attempts)
             raise failed from failed.__cause__
+
+    def _check_pickles(self) -> None:
+        """By Ray, which counts references to objects; what is in the way is found by hand."""
+        try:
+            ray.put((self.train_loop_per_worker, self.train_loop_config))
+        except Exception:
+            dumps(self.train_loop_per_worker, [self.train_loop_config])
+            raise
 
     def _execute_datasets(self, config: RowsConfig, workers: int) -> None:
         for name, dataset in self.datasets.items():

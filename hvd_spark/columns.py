@@ -89,17 +89,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(sizes) if value is not None else None
 
 
-def spark_type(dtype: str, shape: tuple[int, ...]) -> T.DataType:
-    """The type of a prediction: its own dtype, arrays for what is not a scalar; half floats as float."""
-    leaf: T.DataType = {
-        "bool": T.BooleanType(),
-        "int8": T.ByteType(),
-        "int16": T.ShortType(),
-        "int32": T.IntegerType(),
-        "uint8": T.ShortType(),
-        "int64": T.LongType(),
-        "float64": T.DoubleType(),
-    }.get(dtype, T.FloatType())
-    for _ in shape:
-        leaf = T.ArrayType(leaf, False)
-    return leaf
+def spark_type(type: pa.DataType) -> T.DataType:
+    """The Spark type of a number that Arrow sends."""
+    return next(spark() for spark, arrow in _SIMPLE.items() if arrow == type)

@@ -20,7 +20,7 @@ from . import gpus, preflight, rows, session
 from .feed import FeedServer
 from .guard import guarded
 from .parcel import Parcel
-from .progress import Progress
+from hvd_core.launch.display import Progress
 from .task import JobPlan
 from .verdict import lost, translated, typed
 from .waiting import Watch

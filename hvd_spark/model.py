@@ -18,12 +18,13 @@ from hvd_core.errors import ColumnError, InvalidArgument
 from hvd_core.launch import dumps
 from hvd_core.train import Column, FitResult, Layout, OutputSpec, TrainSpec, plan_layout
 from hvd_core.train.framework import Framework, framework_of
+from hvd_core.train.outputs import OutColumn, Wanted
 from hvd_core.train.predict import Predictor
 
 from . import preflight, session
 from .columns import arrow_type, columns_of
 from .horovod_names import with_shapes
-from .outputs import OutColumn, Wanted, columns_for
+from .outputs import fields_for
 from .params import KNOBS, Knob, Knobs, provide
 from .parcel import Parcel
 from .persist import Stored, columns_from_json, columns_to_json
@@ -144,7 +145,7 @@ class HorovodModel(Model, Knobs, Stored):
         schema = dataset.schema
         layout, specs = self._form(schema)
         inputs = _inputs(layout, schema)
-        added = columns_for(specs, self._wanted())
+        added = fields_for(specs, self._wanted())
         _check_names([*schema.names, *(field.name for field, _ in added)])
         payload, key = self._payload(layout, dataset.sparkSession)
         serving = Serving(
@@ -171,7 +172,7 @@ class HorovodModel(Model, Knobs, Stored):
         if schema is None and (self._trained is None or self._trained[1] != self._values(_FEEDING)):
             raise InvalidArgument("this model was not fitted by hvd: set like=df, which has its columns")
         layout, specs = self._form(schema if schema is not None else T.StructType())
-        return layout, specs, [column for _, column in columns_for(specs, self._wanted())]
+        return layout, specs, [column for _, column in fields_for(specs, self._wanted())]
 
     def _wanted(self) -> Wanted:
         names = ("prediction_col", "probability_col", "raw_prediction_col", "heads", "threshold")

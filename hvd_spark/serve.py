@@ -14,9 +14,9 @@ import pyarrow as pa
 from hvd_core.errors import LaunchFailed
 from hvd_core.launch.gpus import gpus_for
 from hvd_core.train.framework import Framework
+from hvd_core.train.outputs import OutColumn
 from hvd_core.train.predict import Predictor
 
-from .outputs import OutColumn
 from .parcel import Parcel
 
 #: Models of that many transforms stay loaded in a Python worker.

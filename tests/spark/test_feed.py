@@ -12,7 +12,7 @@ import pytest
 
 from hvd_spark import feed
 from hvd_spark.feed import FeedClient, FeedServer
-from hvd_spark.progress import Progress
+from hvd_core.launch.display import Progress
 
 TOKEN = b"t" * 32
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvd_spark.cell import as_html
+from hvd_core.launch.cell import as_html
 
 pytestmark = pytest.mark.slow
 

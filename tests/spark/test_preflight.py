@@ -6,13 +6,16 @@ import os
 import sys
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyspark.sql import Row
 from pyspark.sql import types as T
 
 import hvd_spark
-from hvd_core.train import Column
+from hvd_core.train import Column, OutputSpec
+from hvd_core.train.outputs import Wanted
 from hvd_spark import NotEnoughSlots, PreflightError, RowsLost, columns, launcher, preflight, rows, session
+from hvd_spark.outputs import fields_for
 
 
 @pytest.fixture
@@ -153,7 +156,12 @@ def test_shape_of_a_null_stays_open() -> None:
 
 
 def test_predictions_keep_their_type() -> None:
-    assert columns.spark_type("float64", ()) == T.DoubleType()
-    assert columns.spark_type("float16", ()) == T.FloatType()
-    assert columns.spark_type("float32", (2, 3)).simpleString() == "array<array<float>>"
-    assert columns.spark_type("int64", ()) == T.LongType()
+    assert columns.spark_type(pa.float64()) == T.DoubleType()
+    assert columns.spark_type(pa.int64()) == T.LongType()
+    specs = [OutputSpec("float16", ()), OutputSpec("float32", (2, 3)), OutputSpec("uint8", ())]
+    wanted = Wanted("prediction", "", "", [], None, False)
+    assert [field.dataType.simpleString() for field, _ in fields_for(specs, wanted)] == [
+        "float",
+        "array<array<float>>",
+        "smallint",
+    ]

@@ -65,13 +65,14 @@ PYTHON_ARROWS: dict[str, set[str]] = {
     }
     | {"hvd_core.config", "hvd_core.errors", "hvd_core.torch"},
 }
+PYTHON_ARROWS["hvd_ray"] = PYTHON_ARROWS["hvd_spark"]
 
 # Where a framework may be imported, as regular expressions on module names.
 FRAMEWORKS: dict[str, str] = {
-    "torch": r"hvd_core\.torch(\..+)?|hvd_core\.train\.torch_\w+",
+    "torch": r"hvd_core\.torch(\..+)?|hvd_core\.train\.torch_\w+|hvd_ray\.loader",
     "tensorflow": r"hvd_core\.(tensorflow|keras)(\..+)?|hvd_core\.train\.keras_\w+",
     "keras": r"hvd_core\.(tensorflow|keras)(\..+)?|hvd_core\.train\.keras_\w+",
-    "pyspark": r"hvd_spark(\..+)?",
+    "pyspark": r"hvd_spark(\..+)?|hvd_ray\.spark",
     "py4j": r"hvd_spark(\..+)?",
     "ray": r"hvd_ray(\..+)?",
     "pandas": r"(?!)",
@@ -82,6 +83,7 @@ ENVIRONMENT: dict[str, str] = {
     "hvd_core.config": "reads HVD_*",
     "hvd_core.launch": "hands an environment to its children",
     "hvd_spark": "hands an environment to its ranks and finds the interpreter",
+    "hvd_ray": "hands an environment to its ranks",
 }
 
 CPP_ARROWS: dict[str, set[str]] = {

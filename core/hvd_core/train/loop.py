@@ -35,7 +35,7 @@ _PROGRESS_INTERVAL_S = 0.5
 @dataclass
 class Run:
     """What callbacks get. `step` counts optimizer steps of the whole run; `logs` is the epoch's history
-    entry."""
+    entry; `weights()` gives what `FitResult.weights` would be now."""
 
     spec: TrainSpec
     model: Any
@@ -46,6 +46,7 @@ class Run:
     step: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
     stopping: bool = False
+    weights: Callable[[], bytes] = bytes
 
     def stop(self) -> None:
         """Ends training after this epoch, on all ranks, when any rank asks for it."""
@@ -133,6 +134,7 @@ class _Loop:
         ranks, progress, framework = self._ranks, self._progress, self._framework
         self._run = Run(self._spec, framework.model, framework.optimizer, ranks.rank, ranks.size)
         self._run.history, self._run.step = progress.history, progress.step
+        self._run.weights = framework.weights
         progress.ended = None
         self._earlier, self._has_trained = len(progress.history), True
         self._call("on_train_begin")

@@ -1,0 +1,180 @@
+"""`HorovodEstimator`: `fit(data)` on the ranks of a Ray cluster, for a model that predicts Ray Datasets."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import ray
+from ray.train import Result, RunConfig, ScalingConfig
+
+from hvd_core.errors import InvalidArgument, RowsLost
+from hvd_core.launch import dumps
+from hvd_core.launch.display import Progress
+from hvd_core.train import FitResult, Layout, TrainSpec, plan_layout
+from hvd_core.train.columns import columns_of
+from hvd_core.train.predict import heads_of
+from hvd_core.train.torch_copy import copy_without_weights
+from hvd_core.train.torch_model import load_weights
+
+from . import rank
+from .backend import HorovodConfig, nearest
+from .model import HorovodModel
+from .rows import as_dataset, blocks_of, deal, table_of
+from .trainer import HorovodTrainer
+
+_SPEC = {field.name for field in fields(TrainSpec)}
+
+
+class HorovodEstimator:
+    """Trains a model on `num_proc` ranks of a Ray cluster, with the parameters, loops and numbers of
+    `hvd_spark.HorovodEstimator`.
+
+        model = HorovodEstimator(model=net, optimizer=lambda p: Adam(p, 1e-3), loss=MSELoss(),
+                                 feature_cols=["a", "b"], label_cols=["y"], num_proc=2).fit(ds)
+        predictions = model.predict(ds)
+
+    Parameters of the training are those of `hvd_core.train.TrainSpec`; the others say where it runs and what
+    `predict` adds. num_proc: ranks, default one for each CPU of the cluster (GPU with use_gpu).
+    cpus_per_rank: what each reserves. run_config: a `ray.train.RunConfig`; with one each epoch is reported to
+    Ray with a checkpoint of the weights, so its `CheckpointConfig` keeps the best; workers that die are
+    started again `failure_config.max_failures` times, and go on from `checkpoint_dir` if that is set.
+    start_timeout_s: how long to wait while others use the CPUs. prediction_col, probability_col,
+    raw_prediction_col, heads, threshold: the columns that `predict` adds. A misspelt parameter raises
+    InvalidArgument.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_proc: int | None = None,
+        cpus_per_rank: float = 1,
+        use_gpu: bool = False,
+        accelerator_type: str | None = None,
+        run_config: RunConfig | None = None,
+        start_timeout_s: float = 600.0,
+        prediction_col: str = "prediction",
+        probability_col: str = "probability",
+        raw_prediction_col: str = "rawPrediction",
+        heads: Sequence[str] | None = None,
+        threshold: float | None = None,
+        **spec: Any,
+    ):
+        own = [name for name in inspect.signature(type(self)).parameters if name != "spec"]
+        for name in spec:
+            if name not in _SPEC:
+                raise InvalidArgument(nearest(type(self).__name__, name, [*own, *_SPEC]))
+        if num_proc is not None and (not isinstance(num_proc, int) or num_proc < 1):
+            raise InvalidArgument(f"num_proc must be a whole number of at least 1, not {num_proc!r}")
+        self.spec = TrainSpec(**spec)
+        self.num_proc, self.run_config = num_proc, run_config
+        self._place = {
+            "cpus_per_rank": cpus_per_rank,
+            "use_gpu": use_gpu,
+            "accelerator_type": accelerator_type,
+        }
+        self._start_timeout_s = start_timeout_s
+        self._names = (prediction_col, probability_col, raw_prediction_col)
+        self._heads, self._threshold = heads, threshold
+
+    def fit(self, data: Any) -> HorovodModel:
+        """Trains on a Ray Dataset, a pandas DataFrame, an Arrow table or a Spark DataFrame; each row is used
+        once per epoch, on one rank. The model, optimizer and loss given are never changed.
+
+        Before anything is launched: NotPicklable, NotEnoughSlots, ColumnError, DataError ("no rows").
+        Later: DataError (nulls, ragged rows), StorageFull, LossError, ... when rank raised them, as
+        `__cause__` of a WorkerFailed that names the rank; RowsLost. Ctrl-C ends the ranks.
+        """
+        spec = self.spec
+        if not ray.is_initialized():
+            ray.init()
+        scaling = self._scaling()
+        size: Any = scaling.num_workers
+        run, keep = secrets.token_hex(8), self.run_config is not None
+        rows = as_dataset(data)  # kept: it may own what is in the object store
+        dataset: Any = rows.materialize()
+        blocks = blocks_of(dataset)
+        layout = plan_layout(columns_of(ray.get(_schema.remote(blocks[0][0]))), spec)
+        payload = dumps(rank.train, (spec, layout, run, keep), names=["HorovodEstimator"])
+        with spec.telling_failure(), _shown(spec.verbose) as live:
+            outcome = HorovodTrainer(
+                rank.train,
+                train_loop_config={"payload": payload, "pieces": deal(blocks, size), "live": live},
+                scaling_config=scaling,
+                run_config=self.run_config,
+                horovod_config=HorovodConfig(start_timeout_s=self._start_timeout_s),
+            ).fit()
+        return self._model(layout, outcome, sum(rows for _, rows in blocks))
+
+    def _scaling(self) -> ScalingConfig:
+        size, use_gpu = self.num_proc, bool(self._place["use_gpu"])
+        if size is None:
+            whole: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            size = int(whole.get("GPU", 0)) if use_gpu else int(whole.get("CPU", 0))
+        return ScalingConfig(
+            num_workers=max(1, size),
+            use_gpu=use_gpu,
+            resources_per_worker={"CPU": float(self._place["cpus_per_rank"] or 0)},
+            accelerator_type=self._place["accelerator_type"],  # type: ignore[arg-type]
+        )
+
+    def _model(self, layout: Layout, outcome: Result, sent: int) -> HorovodModel:
+        spec = self.spec
+        about, weights = outcome.return_value  # type: ignore[attr-defined]
+        result = FitResult.from_json(about)
+        if result.rows_sent != sent or (result.rows_seen != sent and spec.max_steps is None):
+            raise RowsLost(f"the ranks were given {sent} rows, but used {result.rows_seen} in an epoch")
+        untrained = spec.model_fn() if spec.model_fn is not None else copy_without_weights(spec.model)
+        heads = list(self._heads) if self._heads is not None else list(heads_of(spec))
+        return HorovodModel(
+            load_weights(untrained, weights),
+            layout,
+            result,
+            outcome,
+            names=self._names,
+            heads=heads,
+            threshold=self._threshold,
+            batch_size=spec.inference_batch_size,
+        )
+
+
+@ray.remote(num_cpus=0)
+def _schema(block: Any) -> Any:
+    return table_of(block).schema
+
+
+@contextmanager
+def _shown(verbose: int) -> Iterator[Any]:
+    """A queue whose records of progress are shown here, by a thread, until the end of the block."""
+    from ray.util.queue import Empty, Queue
+
+    queue, progress, over = Queue(actor_options={"num_cpus": 0}), Progress(verbose=verbose), threading.Event()
+
+    def show() -> None:
+        while not over.is_set():
+            try:
+                record = queue.get(timeout=0.5)
+            except Empty:
+                continue
+            except Exception:  # noqa: BLE001  Ray has been shut down
+                return
+            progress.take({"kind": "progress", "rank": 0, **record})
+
+    thread = threading.Thread(target=show, name="hvd-progress", daemon=True)
+    thread.start()
+    try:
+        yield queue
+    finally:
+        over.set()
+        thread.join()
+        progress.close()
+        queue.shutdown(force=True)
+
+
+#: Horovod's name; the loop is chosen by the model's type.
+TorchEstimator = HorovodEstimator

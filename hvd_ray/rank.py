@@ -1,0 +1,74 @@
+"""What each worker of an estimator runs: its rows into a shard, then the loop that Spark's ranks run too."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+
+from hvd_core import basics
+from hvd_core.config import Config
+from hvd_core.train import Layout, TrainSpec
+from hvd_core.train.loop import fit_shard
+from hvd_core.train.resume import Attempt
+from hvd_core.train.shard import Shard, ShardWriter, default_memory_bytes
+
+from .rows import Piece, table_of
+
+#: The file with the weights in the checkpoints that Ray is given: a state dict as safetensors.
+WEIGHTS = "weights.safetensors"
+
+
+def train(config: dict[str, Any]) -> tuple[str, bytes]:
+    """The training function. config: "payload" (from `dumps`: spec, layout, run, keep), "pieces" by rank,
+    "live" (a queue for progress). Rank 0 returns `FitResult.to_json()` and the weights."""
+    spec, layout, run, keep = pickle.loads(config["payload"])[1]
+    group = basics.default_group()
+    shard = _shard(config["pieces"][group.rank], layout, spec, group.local_size)
+    result = fit_shard(
+        replace(spec, callbacks=(*spec.callbacks, _Reporter())) if keep else spec,
+        shard,
+        group,
+        on_progress=config["live"].put,
+        attempt=Attempt(run, 1),  # perhaps Ray has started it again: it goes on from its own checkpoints
+    )
+    return result.to_json(), result.weights
+
+
+def _shard(pieces: Sequence[Piece], layout: Layout, spec: TrainSpec, local_size: int) -> Shard:
+    config = Config.from_env()
+    memory_nbytes = spec.shard_memory_bytes or config.shard_memory_bytes or default_memory_bytes(local_size)
+    writer = ShardWriter(
+        layout, memory_bytes=memory_nbytes, directory=spec.shard_dir or config.shard_dir or None
+    )
+    try:
+        for piece in pieces:
+            table = table_of(ray.get(piece.block)).select(layout.schema.names).cast(layout.schema)
+            for batch in table.slice(piece.begin, piece.end - piece.begin).to_batches():
+                writer.write(batch)
+        packed = writer.finish()
+    finally:
+        writer.close()
+    try:
+        return Shard.attach(packed.fds, packed.description)
+    finally:
+        packed.close()
+
+
+class _Reporter:
+    """Tells Ray of each epoch, on all ranks since that is a barrier, with the weights of rank 0."""
+
+    def on_epoch_end(self, run: Any, logs: dict[str, Any]) -> None:
+        metrics = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+        if run.rank:
+            ray.train.report(metrics)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, WEIGHTS).write_bytes(run.weights())
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
