@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,7 @@ from hvd_core.launch import dumps
 from hvd_core.launch.display import Progress
 from hvd_core.train import FitResult, Layout, TrainSpec, plan_layout
 from hvd_core.train.columns import columns_of
-from hvd_core.train.predict import heads_of
-from hvd_core.train.torch_copy import copy_without_weights
-from hvd_core.train.torch_model import load_weights
+from hvd_core.train.framework import framework_for, portable
 
 from . import rank
 from .backend import HorovodConfig, nearest
@@ -100,7 +99,7 @@ class HorovodEstimator:
         dataset: Any = rows.materialize()
         blocks = blocks_of(dataset)
         layout = plan_layout(columns_of(ray.get(_schema.remote(blocks[0][0]))), spec)
-        payload = dumps(rank.train, (spec, layout, run, keep), names=["HorovodEstimator"])
+        payload = dumps(rank.train, (portable(spec), layout, run, keep), names=["HorovodEstimator"])
         with spec.telling_failure(), _shown(spec.verbose) as live:
             outcome = HorovodTrainer(
                 rank.train,
@@ -129,17 +128,18 @@ class HorovodEstimator:
         result = FitResult.from_json(about)
         if result.rows_sent != sent or (result.rows_seen != sent and spec.max_steps is None):
             raise RowsLost(f"the ranks were given {sent} rows, but used {result.rows_seen} in an epoch")
-        untrained = spec.model_fn() if spec.model_fn is not None else copy_without_weights(spec.model)
-        heads = list(self._heads) if self._heads is not None else list(heads_of(spec))
+        framework = framework_for(spec)
+        heads = self._heads if self._heads is not None else framework.facts(spec).heads
         return HorovodModel(
-            load_weights(untrained, weights),
+            framework.trained(spec, io.BytesIO(weights)),
             layout,
             result,
             outcome,
             names=self._names,
-            heads=heads,
+            heads=list(heads),
             threshold=self._threshold,
             batch_size=spec.inference_batch_size,
+            framework=portable(spec).framework,
         )
 
 

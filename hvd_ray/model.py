@@ -15,6 +15,7 @@ from ray.train import Result
 from hvd_core.errors import ColumnError
 from hvd_core.launch import dumps
 from hvd_core.train import FitResult, Layout
+from hvd_core.train.framework import Maker, framework_of
 from hvd_core.train.outputs import OutColumn, Wanted, columns_for
 from hvd_core.train.predict import Predictor
 
@@ -39,10 +40,11 @@ class HorovodModel:
         heads: Sequence[str] = (),
         threshold: float | None = None,
         batch_size: int = 4096,
+        framework: Maker | None = None,
     ):
         self._model, self._layout, self.result, self.ray_result = model, layout, result, ray_result
         self._wanted = Wanted(names[0], names[1], names[2], list(heads), threshold)
-        self._batch_size = batch_size
+        self._batch_size, self._framework = batch_size, framework
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -81,7 +83,7 @@ class HorovodModel:
                     "prediction_col, probability_col or raw_prediction_col"
                 )
         payload = dumps(
-            Predictor, (self._model, self._layout), {"batch_size": self._batch_size}, names=["model"]
+            _predictor, (self._model, self._layout, self._batch_size, self._framework), names=["model"]
         )
         whole: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
         units = int(whole.get("GPU" if use_gpu else "CPU", 1))
@@ -97,6 +99,11 @@ class HorovodModel:
         )
 
 
+def _predictor(model: Any, layout: Layout, batch_size: int, framework: Maker | None) -> Predictor:
+    made = framework_of(model, framework)
+    return Predictor(model, layout, batch_size=batch_size, framework=made)
+
+
 class _Predicting:
     """An actor's copy of the model."""
 
@@ -105,7 +112,7 @@ class _Predicting:
         self._predictor: Predictor = make(*args, **kwargs)
         self._names, self._added = names, added
         if use_gpu:
-            self._predictor.to("cuda:0")
+            self._predictor.device = next(iter(self._predictor.framework.devices()), None)
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         given = table_of(rows.select(self._names)).combine_chunks().to_batches()

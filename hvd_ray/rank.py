@@ -15,14 +15,12 @@ import ray.train
 from hvd_core import basics
 from hvd_core.config import Config
 from hvd_core.train import Layout, TrainSpec
+from hvd_core.train.framework import framework_for
 from hvd_core.train.loop import fit_shard
 from hvd_core.train.resume import Attempt
 from hvd_core.train.shard import Shard, ShardWriter, default_memory_bytes
 
 from .rows import Piece, table_of
-
-#: The file with the weights in the checkpoints that Ray is given: a state dict as safetensors.
-WEIGHTS = "weights.safetensors"
 
 
 def train(config: dict[str, Any]) -> tuple[str, bytes]:
@@ -32,7 +30,9 @@ def train(config: dict[str, Any]) -> tuple[str, bytes]:
     group = basics.default_group()
     shard = _shard(config["pieces"][group.rank], layout, spec, group.local_size)
     result = fit_shard(
-        replace(spec, callbacks=(*spec.callbacks, _Reporter())) if keep else spec,
+        replace(spec, callbacks=(*spec.callbacks, _Reporter(framework_for(spec).weights_file)))
+        if keep
+        else spec,
         shard,
         group,
         on_progress=config["live"].put,
@@ -64,11 +64,14 @@ def _shard(pieces: Sequence[Piece], layout: Layout, spec: TrainSpec, local_size:
 class _Reporter:
     """Tells Ray of each epoch, on all ranks since that is a barrier, with the weights of rank 0."""
 
+    def __init__(self, weights_file: str):
+        self._weights_file = weights_file
+
     def on_epoch_end(self, run: Any, logs: dict[str, Any]) -> None:
         metrics = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         if run.rank:
             ray.train.report(metrics)
             return
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, WEIGHTS).write_bytes(run.weights())
+            Path(folder, self._weights_file).write_bytes(run.weights())
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))

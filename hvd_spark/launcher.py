@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 
 from hvd_core.config import Config
 from hvd_core.errors import HvdError, NotEnoughSlots, RankFailed, RankFailure, RowsLost
+from hvd_core.launch.display import Progress
 from hvd_core.train import Layout
 from hvd_core.train.trackers import tracking_env
 
@@ -20,7 +21,6 @@ from . import gpus, preflight, rows, session
 from .feed import FeedServer
 from .guard import guarded
 from .parcel import Parcel
-from hvd_core.launch.display import Progress
 from .task import JobPlan
 from .verdict import lost, translated, typed
 from .waiting import Watch

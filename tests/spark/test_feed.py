@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hvd_core.launch.display import Progress
 from hvd_spark import feed
 from hvd_spark.feed import FeedClient, FeedServer
-from hvd_core.launch.display import Progress
 
 TOKEN = b"t" * 32
 
