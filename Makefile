@@ -1,6 +1,7 @@
 # make demo   train on real flights on an embedded Spark     make venv     only set up
 # make test   all tests                                      make native   build the extension
 # make check  format, lint, types, warnings, fast tests      make bench    benchmarks
+# make demo-ray  the same flights on Ray
 # make test-oldest   a small job on the oldest Spark that is supported
 # make check-sanitizers   C++ tests under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 # Every target sets up .venv by itself, again only when something changed. PYTHON=... picks the interpreter.
@@ -18,7 +19,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Spark's executors must run the interpreter that the driver runs.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: help venv native demo test test-slow test-oldest test-cpp check check-sanitizers format bench clean
+.PHONY: help venv native demo demo-ray test test-slow test-oldest test-cpp check check-sanitizers format bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -n 6
@@ -62,6 +63,9 @@ build/thread/.built build/address/.built: $(VENV)/.ready $(CMAKE_INPUTS)
 
 demo: $(VENV)/.native
 	$(BIN)/python examples/flight_delays.py
+
+demo-ray: $(VENV)/.native
+	$(BIN)/python examples/ray_flight_delays.py
 
 test: $(VENV)/.native test-cpp
 	$(BIN)/python -m pytest tests -m "not slow"

@@ -89,7 +89,7 @@ class HorovodModel:
         units = int(whole.get("GPU" if use_gpu else "CPU", 1))
         return dataset.map_batches(
             _Predicting,
-            fn_constructor_args=(ray.put(payload), list(self._layout.input_columns), added, use_gpu),
+            fn_constructor_args=(payload, list(self._layout.input_columns), added, use_gpu),
             batch_format="pyarrow",
             batch_size=self._batch_size,
             zero_copy_batch=True,
@@ -107,8 +107,8 @@ def _predictor(model: Any, layout: Layout, batch_size: int, framework: Maker | N
 class _Predicting:
     """An actor's copy of the model."""
 
-    def __init__(self, payload: Any, names: list[str], added: Sequence[OutColumn], use_gpu: bool):
-        make, args, kwargs = pickle.loads(ray.get(payload))
+    def __init__(self, payload: bytes, names: list[str], added: Sequence[OutColumn], use_gpu: bool):
+        make, args, kwargs = pickle.loads(payload)
         self._predictor: Predictor = make(*args, **kwargs)
         self._names, self._added = names, added
         if use_gpu:
