@@ -25,7 +25,7 @@ def printed(name: str, *arguments: str) -> str:
 def test_flights(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text = printed("ray_flight_delays", "--epochs", "2", "--out", str(tmp_path))
-    errors = [float(value) for value in re.findall(r"(?:ranks|median) +([\d.]+)$", text, re.MULTILINE)]
+    errors = [float(value) for value in re.findall(r"(?:ranks|median) +(\d+\.\d+)$", text, re.MULTILINE)]
     assert len(errors) == 2 and errors[0] < 0.97 * errors[1], text
     assert "258,171 given, 258,171 seen" in text
     assert (tmp_path / "ray_flight_delays.png").stat().st_size > 10_000
