@@ -1,6 +1,7 @@
 // Ranks as threads of one process, and links between them, good and bad.
 #pragma once
 
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -68,9 +69,25 @@ inline const Arena::Tick kNeverGiveUp = [](int) { return Status::Ok(); };
 
 using Links = std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>>;
 
+// The two ends of a connection: as inside a host, or as between hosts, over TCP.
 inline Links LinkPair(bool same_host = true) {
   int fds[2];
-  CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+  if (same_host) {
+    CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+  } else {
+    const UniqueFd listener(::socket(AF_INET, SOCK_STREAM, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    auto* at = reinterpret_cast<sockaddr*>(&address);
+    socklen_t size = sizeof address;
+    CHECK(::bind(listener.get(), at, size) == 0 && ::listen(listener.get(), 1) == 0);
+    CHECK(::getsockname(listener.get(), at, &size) == 0);
+    fds[0] = ::socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(::connect(fds[0], at, size) == 0);
+    fds[1] = ::accept(listener.get(), nullptr, nullptr);
+    CHECK(fds[1] >= 0);
+  }
   return {std::make_unique<SocketLink>(UniqueFd(fds[0]), same_host),
           std::make_unique<SocketLink>(UniqueFd(fds[1]), same_host)};
 }

@@ -203,6 +203,45 @@ Status Add(Group& group, Outcome& outcome) {
   return Status::Ok();
 }
 
+// Three steps of a plan; a member in each that only the first rank has.
+Status MakeSteps(Group& group, Outcome& outcome) {
+  const std::vector<size_t> counts{3, 5000, 30'000};
+  std::vector<std::vector<float>> tensors;  // longer than the plan
+  PlanSpec spec{"plan", {}, ReduceOp::kSum, {}, {8 << 10, 64 << 10}};
+  for (size_t m = 0; m < counts.size(); ++m) {
+    tensors.emplace_back(counts[m]);
+    spec.members.push_back({"t" + std::to_string(m), DType::kFloat32, {static_cast<int64_t>(counts[m])}, {}});
+  }
+  const auto offer = group.OfferPlan(spec);
+  if (!offer.ok()) return offer.status();
+  Handle& handle = *offer.value().handle;
+  if (!group.Wait(handle, In(15), {})) return Status(Code::kInvalid, "hangs in the offer");
+  HVD_RETURN_IF_ERROR(handle.status());
+  const auto plan = group.JoinPlan(offer.value());
+  if (plan == nullptr) return Status(Code::kInvalid, "there was to be a plan");
+  for (uint32_t step = 0; step < 3; ++step) {
+    HVD_RETURN_IF_ERROR(plan->Begin());
+    for (uint32_t m = 0; m < counts.size(); ++m) {
+      const bool has = m != step || group.rank() == 0;
+      std::fill(tensors[m].begin(), tensors[m].end(), has ? 1.0f : 0.0f);
+      if (has) HVD_RETURN_IF_ERROR(plan->Ready(m, tensors[m].data()));
+    }
+    for (;;) {
+      const auto progress = plan->End(0, In(15));
+      if (!progress.ok()) return progress.status();
+      if (progress.value() == Plan::Progress::kPending) return Status(Code::kInvalid, "hangs in a step");
+      if (progress.value() == Plan::Progress::kDone) break;
+      const auto needs = plan->needs();
+      for (const uint32_t m : needs) plan->Supply(m, tensors[m].data());
+    }
+    for (uint32_t m = 0; m < counts.size(); ++m) {
+      const auto expected = static_cast<float>(m == step ? 1 : group.size());
+      for (const float value : tensors[m]) outcome.wrong_sum |= value != expected;
+    }
+  }
+  return Status::Ok();
+}
+
 // A job from its first connection to its last goodbye.
 std::vector<Outcome> RunJob(const Layout& layout, const Strike& strike, double connect_timeout_s) {
   const int size = SizeOf(layout);
@@ -228,6 +267,7 @@ std::vector<Outcome> RunJob(const Layout& layout, const Strike& strike, double c
     const auto group = Group::Connect(listeners[static_cast<size_t>(rank)].get(), endpoints,
                                       {rank, size, "token", 1}, options);
     outcome.status = group.ok() ? Add(*group.value(), outcome) : group.status();
+    if (outcome.status.ok()) outcome.status = MakeSteps(*group.value(), outcome);
     if (group.ok()) group.value()->Close();
     outcome.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   });
@@ -236,14 +276,15 @@ std::vector<Outcome> RunJob(const Layout& layout, const Strike& strike, double c
 
 const Layout kLayouts[] = {{2}, {1, 1}, {2, 1}};
 
-// All of the first calls, in which links come to be, and every sixth of the later ones, which are alike: each
+// All of the first calls, in which links come to be, and some fifty of the later ones, which are alike: each
 // with the next of the faults, and with another one the next time.
 std::vector<Strike> Sweep(const Layout& layout, std::initializer_list<Fault> faults) {
   for (const Outcome& outcome : RunJob(layout, {0, Fault::kNone}, 20)) CHECK(outcome.status.ok());
   const int calls_of_a_job = calls;
   std::vector<Strike> strikes;
   size_t next = std::random_device()();
-  for (int call = 1; call <= calls_of_a_job; call += call < 60 ? kFewer : 6 * kFewer)
+  const int stride = std::max(6, (calls_of_a_job - 60) / 50);
+  for (int call = 1; call <= calls_of_a_job; call += call < 60 ? kFewer : stride * kFewer)
     strikes.push_back({call, faults.begin()[next++ % faults.size()]});
   return strikes;
 }

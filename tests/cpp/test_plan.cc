@@ -1,7 +1,5 @@
 // The step of a plan with ranks as threads of this process: random orders, missing members, aborts; on one
 // host and on several.
-#include <sys/socket.h>
-
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -12,32 +10,26 @@
 #include <thread>
 
 #include "base/log.h"
-#include "check.h"
+#include "rank_threads.h"
 #include "scheduler/plan.h"
-#include "transport/socket_link.h"
 
 namespace hvd {
 namespace {
 
 constexpr auto kForEver = std::chrono::seconds(60);
 
-using Layout = std::vector<int>;  // the number of ranks of each host
-
-// Ranks of one process: words in ordinary memory, socket pairs between hosts.
+// Ranks of one process: words in ordinary memory, TCP between hosts.
 class World {
  public:
   World(int size, PlanSpec spec) : World(Layout{size}, std::move(spec)) {}
   World(const Layout& layout, PlanSpec spec) : spec_(std::move(spec)) {
-    std::vector<std::string> hosts;
-    for (size_t h = 0; h < layout.size(); ++h)
-      hosts.insert(hosts.end(), static_cast<size_t>(layout[h]), std::to_string(h));
-    for (size_t rank = 0; rank < hosts.size(); ++rank) {
-      topologies_.push_back(Topology::Of(hosts, static_cast<int>(rank)).value());
+    for (int rank = 0; rank < SizeOf(layout); ++rank) {
+      topologies_.push_back(At(layout, rank));
       const size_t nbytes = Plan::WordsNbytes(spec_, topologies_.back().local_size());
       words_.push_back(std::make_unique<Block[]>(nbytes / sizeof(Block) + 1));
     }
-    links_.resize(hosts.size());
-    left_ = std::vector<std::atomic<bool>>(hosts.size());
+    links_.resize(topologies_.size());
+    left_ = std::vector<std::atomic<bool>>(topologies_.size());
     for (const Topology& here : topologies_) Connect(here);
   }
 
@@ -94,11 +86,9 @@ class World {
     if (here.host + 1 == here.hosts() || here.local_rank >= here.slices()) return;
     const auto next = static_cast<size_t>(here.leader(here.host + 1) + here.local_rank);
     for (int stream = 0; stream < 2; ++stream) {
-      int fds[2];
-      CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
-      auto& mine = links_[static_cast<size_t>(here.rank)];
-      mine.next.push_back(std::make_unique<SocketLink>(UniqueFd(fds[0]), true));
-      links_[next].previous.push_back(std::make_unique<SocketLink>(UniqueFd(fds[1]), true));
+      auto [here_end, there_end] = LinkPair(false);
+      links_[static_cast<size_t>(here.rank)].next.push_back(std::move(here_end));
+      links_[next].previous.push_back(std::move(there_end));
     }
   }
 

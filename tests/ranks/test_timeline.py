@@ -183,17 +183,30 @@ def _plan_steps(path: str) -> None:
             plan.ready(i, array.ctypes.data)
         assert not plan.end(0)
     basics.stop_timeline()
+    group.barrier("stopped")  # the notes of some pass through others
     basics.shutdown()
 
 
-def test_a_plan_is_in_the_timeline_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [["", ""], [*"aaabb"]], ids=["one host", "two hosts"])
+def test_a_plan_is_in_the_timeline_too(tmp_path: Path, hosts: list[str]) -> None:
     path = tmp_path / "trace.json"
-    hvd_core.run(_plan_steps, (str(path),), num_proc=2)
+    hvd_core.run(
+        _plan_steps, (str(path),), num_proc=len(hosts), env=lambda rank: {"HVD_HOST_ID": hosts[rank]}
+    )
     events = _events(path)
     _check_rows(events)
-    for rank in range(2):
+    middle = "wire" if hosts[0] else "reduce"
+    phases = [{"copy in", middle, "copy out"} for _ in hosts]
+    if hosts[0]:
+        phases[2].remove("wire")  # owns no slice
+    for rank in range(len(hosts)):
         batches = [e for e in events if e.get("cat") == "batch" and e["pid"] == rank and e["tid"] >= 100]
         assert len(batches) >= 2 * 3
+        assert all(0 < batch["dur"] < 60e6 for batch in batches)
+        inner = [e for e in events if e.get("cat") == "phase" and e["pid"] == rank and e["tid"] >= 100]
+        assert {e["name"] for e in inner} == phases[rank]
+        for batch in batches if "wire" in phases[rank] else []:
+            assert any(_inside(e, batch) and e["name"] == "wire" and e["dur"] > 0 for e in inner)
         for name in ("grad/0", "grad/1", "grad/2"):
             assert (
                 sum(e["name"] == name and e["pid"] == rank for e in events if e.get("cat") == "tensor") == 3

@@ -14,8 +14,6 @@ namespace {
 
 // How long an abort or a dead rank goes unnoticed by a rank that waits for a link.
 constexpr auto kTickEvery = std::chrono::milliseconds(10);
-// A link that breaks is often the echo of something that the control connections tell a moment later.
-constexpr auto kCauseWithin = std::chrono::milliseconds(250);
 // Waiting for a link while ranks of this host are awaited as well: those do not end a poll.
 constexpr auto kLocalWait = std::chrono::milliseconds(1);
 

@@ -19,12 +19,10 @@ namespace {
 
 // How long a dead peer or an abort can go unnoticed by a rank that sleeps in a step.
 constexpr auto kTick = std::chrono::milliseconds(20);
-// How long to listen for the reason why a peer is gone.
+// How long to listen for the reason why a rank of this host has left.
 constexpr auto kLastWords = std::chrono::seconds(1);
 // Waiting for a link while ranks of this host are awaited as well: those do not end a poll.
 constexpr int kLinkWaitMs = 1;
-// Who closed the Group has sent all it owed before, but over another connection than its goodbye.
-constexpr auto kGoodbyeFirst = std::chrono::milliseconds(250);
 
 std::vector<PlanWords> WordsOf(const PlanHost& host, const PlanLayout& layout) {
   std::vector<PlanWords> words;
@@ -235,7 +233,7 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
     if (!IsDeclaredByAll(b)) return Status::Ok();
     batch.is_resolved = true;
     if (!several_hosts()) Resolve(b);
-    if (trace_ != nullptr) batch.resolved_ns = NowNs();
+    if (trace_ != nullptr) batch.resolved_ns = batch.begun_ns = NowNs();
   }
   if (LacksMemory(&batch)) return Status::Ok();
   if (!batch.is_reduced && owns_slice()) {
@@ -256,7 +254,9 @@ Status Plan::AdvanceBatch(size_t b, bool* progressed) {
     if (owner == host_.rank || batch.fetched[static_cast<size_t>(owner)]) continue;
     const PlanWords& theirs = words_[static_cast<size_t>(owner)];
     if (theirs.batch(b).reduced.load(std::memory_order_acquire) != step) continue;
+    NoteWire(&batch);
     InPhase(phases, Phase::kCopyOut, [&] { data_.CopyOut(b, owner, several_hosts() ? owner : host_.rank); });
+    if (batch.wire_ns != 0) batch.wire_ns = NowNs();
     batch.fetched[static_cast<size_t>(owner)] = true;
     ++batch.fetched_count;
     *progressed = true;
@@ -277,7 +277,7 @@ void Plan::Travel(size_t b) {
   BatchState& batch = batches_[b];
   PlanTravel& travel = batch.travel;
   if (!travel.is_appended && appended_ == b) {
-    if (trace_ != nullptr) batch.begun_ns = NowNs();
+    if (trace_ != nullptr) batch.begun_ns = batch.wire_ns = NowNs();
     ++appended_;
     const uint64_t agreed = host_.chain->Append(
         {DType::kUInt8, ReduceOp::kMax, {}, {0, layout_.batches[b].row.parts().size()}, &travel.statuses});
@@ -286,6 +286,9 @@ void Plan::Travel(size_t b) {
     travel.is_appended = true;
   }
   batch.is_reduced = travel.is_appended && host_.chain->Done(travel.job);
+  if (!batch.is_reduced) return;
+  NoteWire(&batch);
+  batch.wire_ns = 0;
 }
 
 // After all batches, and once for a host: what the flags of all ranks are.
@@ -474,13 +477,13 @@ Status Plan::Check() {
   if (!AwaitsLinks() || !host_.has_left(host_.chain->awaited_rank())) return Status::Ok();
   const auto now = Clock::now();
   if (!left_at_) left_at_ = now;
-  if (now - *left_at_ < kGoodbyeFirst) return Status::Ok();
+  if (now - *left_at_ < kCauseWithin) return Status::Ok();
   return Status(Code::kShutdown, "rank " + std::to_string(host_.chain->awaited_rank()) + " has left");
 }
 
 // The others are told, and the first cause wins: what killed the Group, if that is known soon.
 Status Plan::Fail(Status status) {
-  const auto deadline = Clock::now() + kLastWords;
+  const auto deadline = Clock::now() + (status.code() == Code::kPeerLost ? kCauseWithin : kLastWords);
   Status cause = host_.status();
   while (cause.ok() && Clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

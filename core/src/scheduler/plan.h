@@ -121,6 +121,7 @@ class Plan {
     std::vector<bool> fetched;    // by rank
     size_t fetched_count = 0;
     int64_t declared_ns = 0, resolved_ns = 0, begun_ns = 0;  // while a timeline is written
+    int64_t wire_ns = 0;  // likewise: on the wire since, as far as that is not among the phases; 0: it is not
     Phases phases;
   };
   struct MemberState {
@@ -151,6 +152,7 @@ class Plan {
   void Travel(size_t batch);
   void AgreeOnVotes(bool* progressed);
   bool AwaitsLinks() const { return host_.chain != nullptr && !host_.chain->idle(); }
+  void NoteWire(BatchState* batch) const;
   void NoteDone(size_t batch) const;
   bool AllEnded() const;
   bool AllFinished() const;

@@ -3,6 +3,13 @@
 
 namespace hvd {
 
+void Plan::NoteWire(BatchState* batch) const {
+  if (batch->wire_ns == 0) return;
+  const int64_t now_ns = NowNs();
+  batch->phases.Add(Phase::kWire, batch->wire_ns, now_ns);
+  batch->wire_ns = now_ns;
+}
+
 void Plan::NoteDone(size_t b) const {
   const BatchState& batch = batches_[b];
   const int64_t done_ns = NowNs();

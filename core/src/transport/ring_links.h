@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -13,6 +14,10 @@ namespace hvd {
 struct RingLinks {
   std::vector<std::unique_ptr<Link>> previous, next;
 };
+
+// A data link that breaks or stays empty is often the echo of something that the control connections tell a
+// moment later: who is lost, or that who closed the Group has sent all it owed before. So long to listen.
+inline constexpr auto kCauseWithin = std::chrono::milliseconds(250);
 
 // Two independent sets, so that a plan's fused batches and eager collectives never wait for each other.
 struct DataLinks {
