@@ -1,7 +1,7 @@
 """Ranks forked from one process that has everything loaded, so that a test can afford to kill hundreds.
 
-`python -m tests.fault.kill_rounds SEED ROUNDS` connects 2 to 4 ranks, lets them compute whatever comes, kills
-one of them at some moment, and starts again; one line of JSON for each round.
+`python -m tests.fault.kill_rounds SEED ROUNDS` connects 2 to 4 ranks on 1 to 3 hosts, lets them compute
+whatever comes, kills one of them at some moment, and starts again; one line of JSON for each round.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -23,6 +24,8 @@ from hvd_core import Config, Group, Listener
 from hvd_core.errors import HvdError
 
 _PATIENCE_S = 20
+#: Ranks of each host.
+_LAYOUTS = [(2,), (3,), (4,), (1, 1), (2, 1), (2, 2), (1, 1, 1)]
 _CONFIG = Config(connect_timeout_s=20.0, chunk_bytes=64 << 10, fusion_bytes=1 << 20)
 
 
@@ -34,6 +37,7 @@ class _Traffic:
         self._same = random.Random(seed)  # draws alike on all ranks
         self._own = random.Random(seed * 31 + group.rank)
         self._arena = group.empty(1 << 20).view(np.float32)
+        self._plan: Any = None
         self.checked = 0
 
     def run(self) -> None:
@@ -41,6 +45,7 @@ class _Traffic:
         while True:
             kind = self._same.choice(
                 [self._small, self._small, self._large, self._arena_sum, self._many, self._rest]
+                + [self._planned] * 4
             )
             kind(step)
             step += 1
@@ -77,6 +82,25 @@ class _Traffic:
         for i in self._own.sample(range(len(arrays)), len(arrays)):
             self._check(handles[i].wait(), self._sum(step))
 
+    def _planned(self, step: int) -> None:
+        """A step of a plan; some have a tensor that rank 0 lacks, so that it counts as zero there."""
+        counts = [3, 1000, 40_000, 200_000]
+        if self._plan is None:
+            tensors = [(f"p{i}", "float32", (count,)) for i, count in enumerate(counts)]
+            self._plan = self._group.plan(tensors, name="plan", first_bytes=1 << 14, batch_bytes=1 << 18)
+        missing = self._same.choice([None, None, *range(len(counts))])
+        arrays = [np.full(count, self._mine(step), np.float32) for count in counts]
+        self._plan.begin()
+        for i in self._own.sample(range(len(arrays)), len(arrays)):
+            if i != missing or self._group.rank != 0:
+                self._plan.ready(i, arrays[i].ctypes.data)
+        while needs := self._plan.end(0):
+            assert needs == [missing]
+            arrays[missing].fill(0)
+            self._plan.supply(missing, arrays[missing].ctypes.data)
+        for i, array in enumerate(arrays):
+            self._check(array, self._sum(step) - (1 + step % 7 if i == missing else 0))
+
     def _rest(self, step: int) -> None:
         rank, size = self._group.rank, self._group.size
         rows = self._group.allgather(np.full((rank + 1, 2), rank, np.int32), name="rows")
@@ -86,9 +110,9 @@ class _Traffic:
         self._check(self._group.broadcast(array, root=root, name="root"), root + 1 + step % 7)
 
 
-def _rank_main(pipe: Connection, seed: int) -> None:
+def _rank_main(pipe: Connection, seed: int, host: str) -> None:
     faulthandler.enable()
-    listener = Listener.bind(_CONFIG)
+    listener = Listener.bind(replace(_CONFIG, host_id=host))
     pipe.send(listener.endpoint)
     rank, endpoints = pipe.recv()
     group = Group.connect(listener, endpoints, rank=rank, token=b"kill", config=_CONFIG)
@@ -105,14 +129,14 @@ def _rank_main(pipe: Connection, seed: int) -> None:
     pipe.send({**answer, "closed_s": time.monotonic() - answer["at"], "checked": traffic.checked})
 
 
-def _fork(seed: int) -> tuple[int, Connection]:
+def _fork(seed: int, host: str) -> tuple[int, Connection]:
     ours, theirs = Pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             ours.close()
-            _rank_main(theirs, seed)
+            _rank_main(theirs, seed, host)
             status = 0
         finally:
             os._exit(status)
@@ -131,8 +155,9 @@ def _answer(pipe: Connection, pid: int) -> Any:
 
 
 def _round(number: int, rng: random.Random) -> dict[str, Any]:
-    size = rng.choice([2, 2, 3, 4])
-    ranks = [_fork(number) for _ in range(size)]
+    layout = rng.choice(_LAYOUTS)
+    size = sum(layout)
+    ranks = [_fork(number, f"host{host}") for host, count in enumerate(layout) for _ in range(count)]
     try:
         endpoints = [_answer(pipe, pid) for pid, pipe in ranks]
         for rank, (_, pipe) in enumerate(ranks):
@@ -153,7 +178,7 @@ def _round(number: int, rng: random.Random) -> dict[str, Any]:
             os.waitpid(pid, 0)
     for survivor in survivors:
         survivor["after_s"] = survivor.pop("at") - killed_at
-    return {"round": number, "size": size, "victim": victim, "survivors": survivors}
+    return {"round": number, "layout": layout, "victim": victim, "survivors": survivors}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import hvd_core.torch as hvd
 from hvd_core import Average, Config, Max, Min, Product, Sum
 from hvd_core.errors import RankFailed
 from hvd_core.world import current
+from tests.ranks.rounding import through
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -103,31 +105,44 @@ def test_every_layout_gives_the_bits_of_one_host(layout: tuple[int, ...]) -> Non
     assert {digest for _, digest in results} == {_on_one_host()}
 
 
-def _sum_of_ones(count: int) -> bytes:
+def _sums(count: int, wires: list[str]) -> list[bytes]:
+    """Of the values of all ranks; for each wire, and again by a plan."""
     world = current()
-    with world.connect(Config.from_env()) as group:
-        values = _values(np.float32, count, world.rank)
-        group.allreduce(values, name="x", op=Sum)
-        return values.tobytes()
+    sums = []
+    for wire in wires:
+        with world.connect(replace(Config.from_env(), wire_dtype=wire)) as group:
+            values = _values(np.float32, count, world.rank)
+            planned = values.copy()
+            group.allreduce(values, name="x", op=Sum)
+            plan = group.plan([("x", "float32", (count,))], name="plan", op=Sum, batch_bytes=1 << 17)
+            assert plan is not None
+            plan.begin()
+            plan.ready(0, planned.ctypes.data)
+            assert plan.end(0) == []
+            plan.leave()
+            sums += [values.tobytes(), planned.tobytes()]
+    return sums
 
 
-def test_a_narrow_wire_rounds_alike_on_all_ranks() -> None:
-    results = _run((1, 1), _sum_of_ones, 100_000, HVD_WIRE_DTYPE="bf16")
-    assert results[0] == results[1]
-    exact = sum(_values(np.float32, 100_000, rank) for rank in range(2))
-    got = np.frombuffer(results[0], np.float32)
-    assert (got.view(np.uint32) & 0xFFFF == 0).all()  # what bfloat16 has no room for
-    # The first host's part is rounded, then the sum: each by half of the last of eight bits.
-    scale = np.abs(_values(np.float32, 100_000, 0)) + np.abs(exact)
-    assert (np.abs(got - exact) <= scale * 2.0**-8).all()
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2, 1)])
+def test_a_narrow_wire_rounds_alike_on_all_ranks(layout: tuple[int, ...]) -> None:
+    count, expected = 100_000, []
+    for wire in ("bf16", "fp16"):
+        ranks = iter(_values(np.float32, count, rank) for rank in range(sum(layout)))
+        total = functools.reduce(np.add, [next(ranks) for _ in range(layout[0])])
+        for here in layout[1:]:  # each host sends what it has
+            total = functools.reduce(np.add, [next(ranks) for _ in range(here)], through(wire, total))
+        expected += [through(wire, total).tobytes()] * 2
+    assert _run(layout, _sums, count, ["bf16", "fp16"]) == [expected] * sum(layout)
+
+
+def _disagree() -> None:
+    _sums(100_000, [["", "fp16"][current().rank]])
 
 
 def test_ranks_that_disagree_about_the_wire_are_told() -> None:
-    def env(rank: int) -> dict[str, str]:
-        return {"HVD_HOST_ID": f"host{rank}", "HVD_WIRE_DTYPE": ["", "fp16"][rank]}
-
     with pytest.raises(RankFailed, match="HVD_WIRE_DTYPE must be the same on all ranks"):
-        hvd_core.run(_sum_of_ones, (100_000,), num_proc=2, env=env, timeout_s=60)
+        _run((1, 1), _disagree)
 
 
 def _place() -> list[int]:
