@@ -1,17 +1,22 @@
-"""Shared by all tests: what a test must leave behind, which is nothing."""
+"""Shared by all tests: the engines, one of each for a whole run, and what a test must leave behind, which is
+nothing."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 GRACE_S = 3.0
+
+os.environ["PYSPARK_PYTHON"] = sys.executable
 
 # A shell starts what runs in its background with SIGINT ignored, and so would be every process of a test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -57,3 +62,29 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
     left = {pid: what for pid, what in children().items() if pid not in before}
     left = {pid: what for pid, what in left.items() if not await_end(pid, deadline)}
     assert not left, f"left running: {left}"
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    """Spark with two slots, executors on this interpreter."""
+    from .spark.sessions import session
+
+    made = session(**{"spark.app.name": "hvd tests", "spark.driver.memory": "1g"})
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Ray with two CPUs on this machine."""
+    import ray
+
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=200 << 20,
+    )
+    yield ray
+    ray.shutdown()

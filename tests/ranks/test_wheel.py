@@ -88,7 +88,7 @@ def ranks(venv: Path, script: str, folder: Path) -> None:
 def test_wheel_carries_only_what_runs(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"hvd_core", "hvd_spark"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"hvd_core", "hvd_spark", "hvd_ray"}
     assert [name for name in names if name.endswith(".so")] == [
         f"hvd_core/_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     ]

@@ -1,8 +1,7 @@
-"""One Ray with two CPUs on this machine for all tests of this folder."""
+"""Tests on the embedded Ray of tests/conftest.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(90, func_only=True))
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    import ray
-
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=200 << 20,
-    )
-    yield ray
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
-"""One embedded Spark for all tests of this folder, two slots, executors on this interpreter."""
+"""Tests on the embedded Spark of tests/conftest.py."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ["PYSPARK_PYTHON"] = sys.executable
 
 HERE = Path(__file__).parent
 
@@ -24,15 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(90, func_only=True))
-
-
-@pytest.fixture(scope="session")
-def spark() -> Iterator[Any]:
-    from .sessions import session
-
-    made = session(**{"spark.app.name": "hvd tests", "spark.driver.memory": "1g"})
-    yield made
-    made.stop()
 
 
 @pytest.fixture
