@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import hvd_spark
-from hvd_spark import HorovodEstimator, InvalidArgument, preflight
+from hvd_spark import DataError, HorovodEstimator, InvalidArgument, preflight
 
 from . import nets
 
@@ -109,3 +110,78 @@ def test_a5_keras_says_that_it_is_not_there(spark: Any) -> None:
         given(model=Model(), loss=print, loss_reduction="mean", feature_cols="x", label_cols="y").fit(
             spark.range(1).selectExpr("id AS x", "id AS y")
         )
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lin = nn.Conv2d(3, 4, 3), nn.Linear(4 * 36, 4)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        assert image.shape[1:] == (8, 8, 3)
+        return self.lin(self.conv(image.movedim(3, 1)).flatten(1))
+
+
+def decoded(batch: dict[str, Any]) -> dict[str, Any]:
+    pixels = np.stack([np.frombuffer(data, np.uint8) for data in batch["content"]])
+    return {"content": pixels.reshape(-1, 8, 8, 3).astype(np.float32) / 255}
+
+
+def ragged(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"content": [np.zeros((8, 8, 3 if len(data) % 2 else 4), np.float32) for data in batch["content"]]}
+
+
+def test_r06_images_as_arrays_and_as_bytes(spark: Any) -> None:
+    rng = np.random.default_rng(6)
+    pixels = rng.integers(0, 256, (200, 8, 8, 3), np.uint8)
+    kinds = rng.integers(0, 4, 200)
+    torch.manual_seed(6)
+    net = Images()
+    options: dict[str, Any] = {"model": net, "loss": nn.CrossEntropyLoss(), "batch_size": 200, "epochs": 2}
+    arrays = spark.createDataFrame(
+        [((p / 255).tolist(), np.eye(4)[k].tolist()) for p, k in zip(pixels, kinds, strict=True)],
+        "image array<array<array<float>>>, label array<float>",
+    ).repartition(2)
+    a = given(feature_cols="image", label_cols="label", **options).fit(arrays)
+    content = spark.createDataFrame(
+        [(p.tobytes(), int(k)) for p, k in zip(pixels, kinds, strict=True)],
+        "content binary, class bigint",
+    ).repartition(2)
+    est = given(feature_cols="content", label_cols="class", transform_fn=decoded, **options)
+    b = est.fit(content)
+    # One-hot probabilities and class numbers are the same loss on the same rows, which are all in each step.
+    assert [e["loss"] for e in b.history] == pytest.approx([e["loss"] for e in a.history], rel=1e-3)
+    found = {bytes(row.content): row.rawPrediction.toArray() for row in b.transform(content).collect()}
+    with torch.no_grad():
+        want = b.getModel()(torch.tensor(pixels / 255, dtype=torch.float32)).numpy()
+    for p, row in zip(pixels, want, strict=True):
+        np.testing.assert_allclose(found[p.tobytes()], row, rtol=1e-3, atol=1e-4)
+    odd = content.selectExpr("IF(class = 0, concat(content, X'00'), content) AS content", "class")
+    words = r"(?s)(?=.*'content')(?=.*\(8, 8, 3\))(?=.*\(8, 8, 4\))"
+    with pytest.raises(DataError, match=words):
+        est.copy().setTransformFn(ragged).fit(odd)
+
+
+class Groups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_z1_z10_nothing_is_kept_between_fits_and_parameter_groups_are_the_users(spark: Any) -> None:
+    df = spark.range(60).selectExpr("id / 60.0d AS a", "(id % 7) / 7.0d AS b", "id / 30.0d AS y").cache()
+    net = Groups()
+    optimizer = torch.optim.SGD(
+        [{"params": net.first.parameters(), "lr": 0.0}, {"params": net.second.parameters(), "lr": 0.5}]
+    )
+    options: dict[str, Any] = {
+        "model": net, "optimizer": optimizer, "loss": nn.MSELoss(), "label_cols": "y", "epochs": 2,
+        "batch_size": 30,
+    }  # fmt: skip
+    models = [given(feature_cols=name, **options).fit(df).getModel() for name in ("a", "b", "a")]
+    assert torch.equal(models[0].second.weight, models[2].second.weight)
+    assert not torch.equal(models[0].second.weight, models[1].second.weight)
+    assert torch.equal(models[0].first.weight, net.first.weight), "its group has rate 0"
