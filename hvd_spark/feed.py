@@ -4,6 +4,8 @@ Nothing depends on it. A supervisor tries once for a second; without the feed it
 log. The driver sends 16 random bytes to whoever connects and reads exactly one fixed frame in return; only
 after its HMAC under the job's token is right does it parse anything, and then JSON lines, never pickles.
 
+A rank holds its supervisor's socket too, without using it: when the driver reads its end, both are gone.
+
     driver → supervisor   challenge: 16 bytes
     supervisor → driver   "HVDFEED1", partition (u32, big-endian), HMAC-SHA256(token, all before it)
     supervisor → driver   JSON objects, one a line
@@ -91,7 +93,7 @@ class FeedServer:
         return records
 
     def drain(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What is still on its way after the job ended: until every supervisor has hung up."""
+        """What is still on its way after the job ended: until every supervisor and its rank are gone."""
         records: list[dict[str, Any]] = []
         deadline = time.monotonic() + timeout_s
         while any(peer.known for peer in self._peers.values()) and time.monotonic() < deadline:
@@ -197,6 +199,10 @@ class FeedClient:
     @property
     def connected(self) -> bool:
         return self._sock is not None
+
+    def fileno(self) -> int:
+        """-1 when the driver has hung up."""
+        return -1 if self._sock is None else self._sock.fileno()
 
     def send(self, records: Sequence[dict[str, Any]]) -> None:
         """Queues the records and sends what the socket takes now."""

@@ -29,6 +29,8 @@ from .waiting import Watch
 _SAY_AFTER_S = 5.0
 #: After the end of the job, supervisors get this long to hang up.
 _DRAIN_S = 3.0
+#: The same after a cancelled or failed job, where Spark kills them, 2 s after it has told them to stop.
+_KILLED_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ def _wait(
     tag = f"hvd-{secrets.token_hex(6)}"
     with session.Job(spark, tag, spec.description, action) as job, Watch(spark, tag, job.thread) as watch:
         patience = _Patience(spec, watch)
+        drain_s = _KILLED_S
         try:
             while not job.done:
                 if feed is not None and feed.heard:
@@ -203,12 +206,14 @@ def _wait(
                 else:
                     for record in feed.read(1.0, job.fileno()):
                         take(record)
+            if not job.failed:
+                drain_s = _DRAIN_S
         except BaseException:
             job.cancel()
             raise
         finally:
-            # After a cancel this is also how we know that the supervisors, hence their ranks, are gone.
-            for record in feed.drain(_DRAIN_S) if feed is not None else ():
+            # After a cancel this is also how we know that supervisors and ranks are gone.
+            for record in feed.drain(drain_s) if feed is not None else ():
                 take(record)
         return job.result()
 

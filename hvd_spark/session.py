@@ -219,6 +219,10 @@ class Job:
     def done(self) -> bool:
         return self._outcome is not None
 
+    @property
+    def failed(self) -> bool:
+        return self._outcome is not None and self._outcome[1] is not None
+
     def result(self) -> Any:
         """What the action returned; raises what it raised. Call when `done`."""
         assert self._outcome is not None

@@ -170,7 +170,8 @@ class _Task:
         stack.callback(listener.close)
         own = replace(plan.config, shard_dir=_shard_dir(plan.config) or "")
         env = {**own.to_env(), **self._own_gpus(), **plan.env}
-        process = template.fork(payload, fds=fds, env=env, threads=threads)
+        held = [] if self.feed is None or not self.feed.connected else [self.feed.fileno()]
+        process = template.fork(payload, fds=fds, held=held, env=env, threads=threads)
         for fd in fds:
             os.close(fd)
         stack.callback(process.close)

@@ -206,7 +206,7 @@ def sleep(directory: Path, fifo: str) -> None:
     try:
         hvd_spark.run(jobs.sleep_and_say, (str(directory), fifo), num_proc=2)
     except KeyboardInterrupt:
-        tell(case="interrupted", gone=all(jobs.ended(pid) for pid in jobs.pids(directory).values()))
+        tell(case="interrupted", gone=all(jobs.ended(pid, 0.5) for pid in jobs.pids(directory).values()))
     tell(case="again", got=hvd_spark.run(jobs.reduce_rank, num_proc=2))
 
 

@@ -45,7 +45,7 @@ def failed(fn: Any, *args: Any) -> RankFailed:
 def assert_gone(directory: Path, count: int = 2) -> None:
     found = jobs.pids(directory)
     assert len(found) == count
-    assert all(jobs.ended(pid) for pid in found.values())
+    assert all(jobs.ended(pid, 0.5) for pid in found.values())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -117,7 +117,8 @@ class _Server:
             self._channel.close()
             for fd in (status, *self._status_pipes.values()):
                 os.close(fd)
-            return child.Job(payload, control, stdout, stderr, given, settings["env"], settings["threads"])
+            own = given[: settings["fds"]]  # the rest is only held
+            return child.Job(payload, control, stdout, stderr, own, settings["env"], settings["threads"])
         for fd in fds:
             if fd != status or pid < 0:
                 os.close(fd)

@@ -91,6 +91,7 @@ class Template:
         payload: bytes,
         *,
         fds: Sequence[int] = (),
+        held: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         threads: int = 1,
     ) -> RankProcess:
@@ -98,12 +99,14 @@ class Template:
 
         payload: from `dumps(fn, args, kwargs)`. The rank calls `fn(*args, **kwargs)`, or, with `fds`,
         `fn(*args, fds=[...], **kwargs)` with its own duplicates of these descriptors (yours stay yours).
+        held: it keeps duplicates of these until it ends, so whoever has the other end of one sees that.
         env: changes to the template's environment. threads: compute threads of the rank.
         Raises LaunchFailed when the template is gone.
         """
         control, rank_control = socket.socketpair()
         pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, status
-        message = json.dumps({"env": dict(env or {}), "threads": threads}).encode()
+        settings = {"env": dict(env or {}), "threads": threads, "fds": len(fds)}
+        message = json.dumps(settings).encode()
         try:
             with self._lock:
                 given = [
@@ -111,6 +114,7 @@ class Template:
                     rank_control.fileno(),
                     *(write for _, write in pipes),
                     *fds,
+                    *held,
                 ]
                 self._channel.send(wire.FORK, message, given)
         except BaseException as error:
