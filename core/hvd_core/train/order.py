@@ -48,6 +48,8 @@ class EpochPlan:
             return (0,) * len(self.rows)
         if step >= self.steps:
             return self.rows
+        if len(self.rows) == 1 and not self.pairs:
+            return (step * self.capacity,)
         used = _paced(self.rows, step * self.capacity) if self.per_rank else self._dealt(step * self.capacity)
         return tuple(_even(u, n) for u, n in zip(used, self.rows, strict=True)) if self.pairs else used
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace hvd {
 namespace {
@@ -76,23 +77,36 @@ uint64_t Permutation::operator()(uint64_t i) const {
 }
 
 void Permutation::Fill(uint64_t begin, std::span<int64_t> out) const {
+  static_assert(kLanesAtOnce <= kMinSize,
+                "a block of lanes reaches the next row of the rectangle once at most");
   std::array<uint32_t, kLanesAtOnce> left, right;
+  std::array<uint64_t, kLanesAtOnce> images;
   auto next_left = static_cast<uint32_t>(begin / right_size_);
   auto next_right = static_cast<uint32_t>(begin % right_size_);
   for (size_t done = 0; done < out.size(); done += kLanesAtOnce) {
-    for (size_t i = 0; i < kLanesAtOnce; ++i) {
-      left[i] = next_left;
-      right[i] = next_right;
-      const bool carry = ++next_right == right_size_;
-      next_left += carry;
-      next_right = carry ? 0 : next_right;
+    for (uint32_t i = 0; i < kLanesAtOnce; ++i) {
+      const uint32_t at = next_right + i;
+      const bool carry = at >= right_size_;
+      left[i] = next_left + carry;
+      right[i] = carry ? at - right_size_ : at;
+    }
+    next_right += kLanesAtOnce;
+    if (next_right >= right_size_) {
+      next_right -= right_size_;
+      ++next_left;
     }
     Encrypt(left, right);
-    const size_t count = std::min(kLanesAtOnce, out.size() - done);
-    for (size_t i = 0; i < count; ++i) {
-      const uint64_t image = uint64_t{left[i]} * right_size_ + right[i];
-      out[done + i] = static_cast<int64_t>(image < n_ ? image : (*this)(image));
+    uint64_t largest = 0;
+    for (size_t i = 0; i < kLanesAtOnce; ++i) {
+      images[i] = uint64_t{left[i]} * right_size_ + right[i];
+      largest = std::max(largest, images[i]);
     }
+    // What stands behind the last one need not have an image.
+    const size_t count = std::min(kLanesAtOnce, out.size() - done);
+    if (largest >= n_) {
+      for (size_t i = 0; i < count; ++i) images[i] = images[i] < n_ ? images[i] : (*this)(images[i]);
+    }
+    std::memcpy(out.data() + done, images.data(), count * sizeof(int64_t));
   }
 }
 

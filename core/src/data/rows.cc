@@ -12,19 +12,21 @@ static_assert(std::endian::native == std::endian::little, "row hashes read words
 // Rows ahead that are asked for while one is copied: random rows miss every cache, and the hardware
 // prefetcher cannot guess them. Lines after the first four of a row it follows by itself. They are asked for
 // in the second-level cache, which has room for more misses at once: half the time of asking in the first.
+// Rows of a few bytes are copied so fast that they must be asked for earlier.
 constexpr size_t kPrefetchRows = 32;
+constexpr size_t kPrefetchSmallRows = 128;
 constexpr int kSecondLevel = 2;
 constexpr size_t kLineNbytes = 64;
 constexpr size_t kPrefetchNbytes = 4 * kLineNbytes;
 
 // `copy(to, from)` copies one row; a template parameter so that the size is known where the loop is compiled.
-template <class Copy>
+template <size_t kAhead = kPrefetchRows, class Copy>
 void Gather(const std::byte* base, size_t row_nbytes, const int64_t* index, size_t count, std::byte* out,
             Copy copy) {
   const size_t prefetch_nbytes = std::min(row_nbytes, kPrefetchNbytes);
   for (size_t k = 0; k < count; ++k) {
-    if (k + kPrefetchRows < count) {
-      const std::byte* ahead = base + static_cast<size_t>(index[k + kPrefetchRows]) * row_nbytes;
+    if (k + kAhead < count) {
+      const std::byte* ahead = base + static_cast<size_t>(index[k + kAhead]) * row_nbytes;
       for (size_t i = 0; i < prefetch_nbytes; i += kLineNbytes)
         __builtin_prefetch(ahead + i, 0, kSecondLevel);
     }
@@ -34,8 +36,8 @@ void Gather(const std::byte* base, size_t row_nbytes, const int64_t* index, size
 
 template <size_t kNbytes>
 void GatherFixed(const std::byte* base, const int64_t* index, size_t count, std::byte* out) {
-  Gather(base, kNbytes, index, count, out,
-         [](std::byte* to, const std::byte* from) { std::memcpy(to, from, kNbytes); });
+  Gather<kPrefetchSmallRows>(base, kNbytes, index, count, out,
+                             [](std::byte* to, const std::byte* from) { std::memcpy(to, from, kNbytes); });
 }
 
 // MurmurHash3_x64_128 by Austin Appleby (public domain), with a 128-bit seed instead of a 32-bit one used
