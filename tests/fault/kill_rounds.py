@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -36,11 +37,12 @@ class _Traffic:
         self._group = group
         self._same = random.Random(seed)  # draws alike on all ranks
         self._own = random.Random(seed * 31 + group.rank)
-        self._arena = group.empty(1 << 20).view(np.float32)
+        self._arena = np.empty(0, np.float32)
         self._plan: Any = None
         self.checked = 0
 
     def run(self) -> None:
+        self._arena = self._group.empty(1 << 20).view(np.float32)
         step = 0
         while True:
             kind = self._same.choice(
@@ -123,8 +125,8 @@ def _rank_main(pipe: Connection, seed: int, host: str) -> None:
         traffic.run()
     except HvdError as error:
         answer = {"error": type(error).__name__, "text": str(error), "at": time.monotonic()}
-    except AssertionError as error:
-        answer = {"error": "wrong", "text": str(error), "at": time.monotonic()}
+    except Exception:  # noqa: BLE001 - the test shows it; a wrong sum too
+        answer = {"error": "wrong", "text": traceback.format_exc(), "at": time.monotonic()}
     group.close()
     pipe.send({**answer, "closed_s": time.monotonic() - answer["at"], "checked": traffic.checked})
 
