@@ -39,6 +39,7 @@ FIGURES = (
     "start",
     "shard",
     "dataframe",
+    "on_ray",
 )
 
 

@@ -30,6 +30,7 @@ SCRIPTS = {
     "start": 2,
     "shard": 9,
     "dataframe": 8,
+    "on_ray": 6,
 }
 
 

@@ -33,7 +33,14 @@ def use_rows(config: dict[str, Any]) -> Any:
     import hvd_core.torch as hvd
 
     hvd.init()  # harmless
-    rows = hvd_ray.prepare_data("train", batch_size=config["batch_size"])
+    columns = {"id": "id", "x": "x", "pair": ["x", "z"]}
+    rows = hvd_ray.prepare_data("train", columns, batch_size=config["batch_size"])
+    flat = next(iter(hvd_ray.prepare_data("train", batch_size=4, dtypes={"z": "float64"})))
+    assert {name: (str(value.dtype), value.dim()) for name, value in flat.items()} == {
+        "id": ("torch.int64", 1),
+        "x": ("torch.float32", 1),
+        "z": ("torch.float64", 1),
+    }
     seen: list[list[int]] = []
     steps = 0
     weight = 0.0
@@ -41,7 +48,8 @@ def use_rows(config: dict[str, Any]) -> Any:
         ids: list[int] = []
         for batch in rows:
             assert batch["x"].dtype == torch.float32 and batch["id"].dtype == torch.int64
-            assert torch.equal(batch["x"], batch["id"] * 1.5)
+            assert torch.equal(batch["x"], batch["id"] * 1.5) and batch["pair"].shape[1:] == (2,)
+            assert torch.equal(batch["pair"][:, 0], batch["x"])
             share = torch.tensor([rows.share])
             weight += float(hvd.allreduce(share, name="share", op=hvd.Sum))
             ids += batch["id"].tolist()
@@ -55,7 +63,7 @@ def use_rows(config: dict[str, Any]) -> Any:
 
 
 def doubled(batch: Any) -> Any:
-    return {"id": batch["id"], "x": batch["id"] * 1.5}
+    return {"id": batch["id"], "x": batch["id"] * 1.5, "z": batch["id"] * 0.5}
 
 
 @pytest.mark.parametrize("rows", [101, 11])
