@@ -49,4 +49,5 @@ def test_a_quick_run_prints_its_figure(name: str) -> None:
     for target in figure["targets"]:
         assert target["met"] in (True, False) or target["achieved"] is None
     assert {"cpu", "cpus", "caches", "kernel", "versions", "date"} <= figure["facts"].keys()
-    assert 0 <= figure["foreign_cpu"] <= 1, "nobody looked, or it is no share"
+    foreign = figure["foreign_cpu"]
+    assert name == "on_ray" or 0 <= foreign <= 1, "nobody looked, or it is no share"
