@@ -107,6 +107,10 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+#: Before the script pins itself.
+_CPUS = len(os.sched_getaffinity(0))
+
+
 def facts() -> dict[str, Any]:
     """The machine and the versions."""
     model = [
@@ -116,7 +120,7 @@ def facts() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": model[0] if model else platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": _CPUS,
         "caches": _caches(),
         "memory_gib": round(int(memory) / (1 << 20), 1),
         "kernel": platform.release(),

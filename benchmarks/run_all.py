@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
 LINES = HERE.parent / "build" / "bench.jsonl"
 LIMITS = "## Limits"
-TIMEOUT_S = 600
+TIMEOUT_S = 1200
 #: In the order of the table of targets.
 FIGURES = (
     "shm_roofline",

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from hvd_core.errors import RankFailed, RankFailure
+from hvd_core.errors import RankFailed, RankFailure, first_cause
 from hvd_core.launch.pickling import dumps_result
 
 from . import worker
@@ -53,7 +53,7 @@ class Rank:
         """`call` that returns the value itself, or raises RankFailed."""
         found = self._answer(payload, ())
         if isinstance(found, Failed):
-            raise RankFailed(found.failures[0])
+            raise RankFailed(first_cause(found.failures))
         return pickle.loads(found)
 
     def _answer(self, payload: bytes, first: tuple[Any, ...], keep: bool = False) -> bytes | Failed:

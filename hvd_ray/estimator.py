@@ -8,9 +8,10 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+import pyarrow as pa
 import ray
 from ray.train import Result, RunConfig, ScalingConfig
 
@@ -21,12 +22,14 @@ from hvd_core.train import FitResult, Layout, TrainSpec, plan_layout
 from hvd_core.train.columns import columns_of
 from hvd_core.train.framework import framework_for, portable
 
-from . import rank
+from . import here, rank
 from .backend import HorovodConfig, nearest
 from .model import HorovodModel
+from .resources import require
 from .rows import as_dataset, blocks_of, deal, table_of
 from .trainer import HorovodTrainer
 
+_LOOK_EVERY_S = 0.25
 _SPEC = {field.name for field in fields(TrainSpec)}
 
 
@@ -41,8 +44,9 @@ class HorovodEstimator:
     Parameters of the training are those of `hvd_core.train.TrainSpec`; the others say where it runs and what
     `predict` adds. num_proc: ranks, default one for each CPU of the cluster (GPU with use_gpu).
     cpus_per_rank: what each reserves. run_config: a `ray.train.RunConfig`; with one each epoch is reported to
-    Ray with a checkpoint of the weights, so its `CheckpointConfig` keeps the best; workers that die are
-    started again `failure_config.max_failures` times, and go on from `checkpoint_dir` if that is set.
+    Ray with a checkpoint of the weights, so its `CheckpointConfig` keeps the best; after a failure Ray
+    starts all workers again, `failure_config.max_failures` times, and they go on from `checkpoint_dir` if
+    that is set.
     start_timeout_s: how long to wait while others use the CPUs. prediction_col, probability_col,
     raw_prediction_col, heads, threshold: the columns that `predict` adds. A misspelt parameter raises
     InvalidArgument.
@@ -72,7 +76,7 @@ class HorovodEstimator:
             raise InvalidArgument(f"num_proc must be a whole number of at least 1, not {num_proc!r}")
         self.spec = TrainSpec(**spec)
         self.num_proc, self.run_config = num_proc, run_config
-        self._place = {
+        self._place: dict[str, Any] = {
             "cpus_per_rank": cpus_per_rank,
             "use_gpu": use_gpu,
             "accelerator_type": accelerator_type,
@@ -95,10 +99,12 @@ class HorovodEstimator:
         scaling = self._scaling()
         size: Any = scaling.num_workers
         run, keep = secrets.token_hex(8), self.run_config is not None
+        require(self._bundle(), size, timeout_s=self._start_timeout_s)
         rows = as_dataset(data)  # kept: it may own what is in the object store
         dataset: Any = rows.materialize()
         blocks = blocks_of(dataset)
-        layout = plan_layout(columns_of(ray.get(_schema.remote(blocks[0][0]))), spec)
+        schemas = ray.get([_schema.remote(block) for block, _ in blocks])
+        layout = plan_layout(columns_of(pa.unify_schemas(schemas, promote_options="permissive")), spec)
         payload = dumps(rank.train, (portable(spec), layout, run, keep), names=["HorovodEstimator"])
         with spec.telling_failure(), _shown(spec.verbose) as live:
             outcome = HorovodTrainer(
@@ -114,13 +120,19 @@ class HorovodEstimator:
         size, use_gpu = self.num_proc, bool(self._place["use_gpu"])
         if size is None:
             whole: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            size = int(whole.get("GPU", 0)) if use_gpu else int(whole.get("CPU", 0))
+            size = int(
+                whole.get("GPU", 0) if use_gpu else whole.get("CPU", 0) // self._place["cpus_per_rank"]
+            )
         return ScalingConfig(
             num_workers=max(1, size),
             use_gpu=use_gpu,
-            resources_per_worker={"CPU": float(self._place["cpus_per_rank"] or 0)},
-            accelerator_type=self._place["accelerator_type"],  # type: ignore[arg-type]
+            resources_per_worker=self._bundle(),
+            accelerator_type=self._place["accelerator_type"],
         )
+
+    def _bundle(self) -> dict[str, float]:
+        gpu = {"GPU": 1.0} if self._place["use_gpu"] else {}
+        return {"CPU": float(self._place["cpus_per_rank"]), **gpu}
 
     def _model(self, layout: Layout, outcome: Result, sent: int) -> HorovodModel:
         spec = self.spec
@@ -134,7 +146,7 @@ class HorovodEstimator:
             framework.trained(spec, io.BytesIO(weights)),
             layout,
             result,
-            outcome,
+            replace(outcome, return_value=None),  # type: ignore[call-arg]  # the weights are in the model
             names=self._names,
             heads=list(heads),
             threshold=self._threshold,
@@ -151,19 +163,14 @@ def _schema(block: Any) -> Any:
 @contextmanager
 def _shown(verbose: int) -> Iterator[Any]:
     """A queue whose records of progress are shown here, by a thread, until the end of the block."""
-    from ray.util.queue import Empty, Queue
-
-    queue, progress, over = Queue(actor_options={"num_cpus": 0}), Progress(verbose=verbose), threading.Event()
+    queue, progress, over = here.queue(), Progress(verbose=verbose), threading.Event()
 
     def show() -> None:
-        while not over.is_set():
-            try:
-                record = queue.get(timeout=0.5)
-            except Empty:
-                continue
-            except Exception:  # noqa: BLE001  Ray has been shut down
-                return
-            progress.take({"kind": "progress", "rank": 0, **record})
+        is_last = False
+        while not is_last:
+            is_last = over.wait(_LOOK_EVERY_S)
+            for record in here.drained(queue):
+                progress.take({"kind": "progress", "rank": 0, **record})
 
     thread = threading.Thread(target=show, name="hvd-progress", daemon=True)
     thread.start()

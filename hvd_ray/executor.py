@@ -20,10 +20,11 @@ from hvd_core.errors import InvalidArgument, NotEnoughSlots, RankFailed, RankFai
 from hvd_core.launch import dumps
 from hvd_core.world import World
 
-from . import actor
+from . import actor, here
 from .backend import refuse_unknown
 from .failure import cause_of
 from .resources import require
+from .resources import text as _text
 from .worker import Neighbours, Offer
 
 #: An echo (a lost peer) is not the cause; that must be heard of within this time.
@@ -137,10 +138,8 @@ class RayExecutor:
             raise
 
     def _start(self, env: dict[str, str]) -> None:
-        from ray.util.queue import Queue
-
         group, bundles = self._place()
-        self._queue = Queue(actor_options={"num_cpus": 0})
+        self._queue = here.queue()
         env = {**Config(connect_timeout_s=self._settings.timeout_s).to_env(), **env}
         for bundle in bundles:
             options = actor.Rank.options(  # type: ignore[attr-defined]
@@ -150,13 +149,30 @@ class RayExecutor:
                 runtime_env={"env_vars": env},
             )
             self._workers.append(options.remote(self._queue))
-        offers = ray.get([worker.listen.remote() for worker in self._workers])
+        offers = self._opened([worker.listen.remote() for worker in self._workers])
         order = World.arrange([offer.endpoint for offer in offers])
         self._workers = [self._workers[i] for i in order]
         offers = [offers[i] for i in order]
         self._deaths.watch(dict(enumerate(offers)))
         token, visible = secrets.token_bytes(32), visible_gpus(offers)
-        ray.get([w.join.remote(r, offers, token, visible[r]) for r, w in enumerate(self._workers)])
+        self._opened([w.join.remote(r, offers, token, visible[r]) for r, w in enumerate(self._workers)])
+
+    def _opened(self, calls: Sequence[Any]) -> list[Any]:
+        """Answers of all workers, which may still wait for their CPUs."""
+        timeout_s = self._settings.placement_group_timeout_s
+        _, waiting = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
+        if waiting:
+            raise NotEnoughSlots(
+                f"{len(waiting)} of {len(calls)} workers have not started within {timeout_s:g} s "
+                f"(placement_group_timeout_s): there is no room for {_text(self._need)} each"
+            )
+        answers = {}
+        for rank, call in enumerate(calls):
+            try:
+                answers[rank] = ray.get(call)
+            except ray.exceptions.RayError as error:
+                raise RankFailed(cause_of({rank: error})) from error
+        return list(answers.values())
 
     def _place(self) -> tuple[PlacementGroup, list[int]]:
         """Where the workers go, and the bundle of each; -1 is any."""
@@ -167,7 +183,7 @@ class RayExecutor:
         per_bundle = self._per_host if self._spread else 1
         bundle = {name: amount * (per_bundle or 1) for name, amount in self._need.items() if amount}
         bundles = self._hosts if self._spread else self.num_workers
-        require(bundle, bundles, timeout_s=timeout_s, apart=self._spread)
+        require(bundle, bundles, timeout_s=timeout_s, apart=self._spread, knob="placement_group_timeout_s")
         group = placement_group([bundle] * bundles, strategy="STRICT_SPREAD" if self._spread else "PACK")
         self._own_group = group
         if not group.wait(timeout_s):
@@ -240,8 +256,7 @@ class RayExecutor:
         return [results[rank] for rank in range(len(calls))]
 
     def _pass_on(self, callbacks: Sequence[Callable[[Any], None]]) -> None:
-        while callbacks and self._queue is not None and not self._queue.empty():
-            info = self._queue.get()
+        for info in here.drained(self._queue):
             for callback in callbacks:
                 callback(info)
 
@@ -257,10 +272,10 @@ class RayExecutor:
             self._queue = None
         self._deaths.await_all(_GONE_WITHIN_S)
         self._deaths.close()
-        if self._own_group is not None:
+        group, self._own_group = self._own_group, None
+        if group is not None:
             with contextlib.suppress(Exception):
-                remove_placement_group(self._own_group)
-            self._own_group = None
+                remove_placement_group(group)
 
     def __enter__(self) -> RayExecutor:
         if not self._workers:

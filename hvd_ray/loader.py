@@ -172,7 +172,11 @@ def _table(blocks: Sequence[pa.Table]) -> pa.Table:
     schemas = [data for data in Ranks(basics.default_group()).gather(own, "schemas") if data]
     if not schemas:
         raise DataError("no rows: there is nothing to train on")
-    return pa.concat_tables(blocks) if blocks else pa.ipc.read_schema(pa.py_buffer(schemas[0])).empty_table()
+    return (
+        pa.concat_tables(blocks, promote_options="permissive")
+        if blocks
+        else pa.ipc.read_schema(pa.py_buffer(schemas[0])).empty_table()
+    )
 
 
 def _not_trained(*_: Any) -> Any:

@@ -25,8 +25,8 @@ from .rows import as_dataset, table_of
 class HorovodModel:
     """Made by `HorovodEstimator.fit`.
 
-    result: what training found (history, rows, seconds). ray_result: Ray's, with checkpoints, and the history
-    as `metrics_dataframe` where there was a run_config. Pickles.
+    result: what training found (history, rows, seconds). ray_result: Ray's; where there was a run_config with
+    the checkpoints that are kept, and their epochs as `metrics_dataframe`. Pickles.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HorovodModel:
         )
         whole: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
         units = int(whole.get("GPU" if use_gpu else "CPU", 1))
-        return dataset.map_batches(
+        predicted = dataset.map_batches(
             _Predicting,
             fn_constructor_args=(payload, list(self._layout.input_columns), added, use_gpu),
             batch_format="pyarrow",
@@ -97,6 +97,8 @@ class HorovodModel:
             num_gpus=1 if use_gpu else None,
             num_cpus=1 if units > 1 else 0,  # the rows come from tasks that need a CPU too
         )
+        predicted._hvd_source = dataset  # type: ignore[attr-defined]  # one from Spark owns its rows
+        return predicted
 
 
 def _predictor(model: Any, layout: Layout, batch_size: int, framework: Maker | None) -> Predictor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,15 @@ def train(config: dict[str, Any]) -> tuple[str, bytes]:
         else spec,
         shard,
         group,
-        on_progress=config["live"].put,
+        on_progress=partial(_tell, config["live"]),
         attempt=Attempt(run, 1),  # perhaps Ray has started it again: it goes on from its own checkpoints
     )
     return result.to_json(), result.weights
+
+
+def _tell(live: Any, record: dict[str, Any]) -> None:
+    with contextlib.suppress(Exception):  # the driver is not needed to train
+        live.put(record)
 
 
 def _shard(pieces: Sequence[Piece], layout: Layout, spec: TrainSpec, local_size: int) -> Shard:

@@ -18,8 +18,16 @@ _LOOK_EVERY_S = 0.1
 _EPSILON = 1e-4
 
 
-def require(bundle: Mapping[str, float], count: int, *, timeout_s: float, apart: bool = False) -> None:
-    """Returns when `count` workers with `bundle` each fit into what is free; apart: one on each node.
+def require(
+    bundle: Mapping[str, float],
+    count: int,
+    *,
+    timeout_s: float,
+    apart: bool = False,
+    knob: str = "start_timeout_s",
+) -> None:
+    """Returns when `count` workers with `bundle` each fit into what is free; apart: one on each node. knob:
+    what the user calls the timeout.
 
     Raises NotEnoughSlots: at once when the whole cluster is too small and cannot grow, after `timeout_s` when
     others hold it.
@@ -28,11 +36,11 @@ def require(bundle: Mapping[str, float], count: int, *, timeout_s: float, apart:
     if not asked or count == 0:
         return
     whole = _fitting(_nodes("Resources"), asked, apart)
-    what = f"{count} {'nodes' if apart else 'workers'} with {_text(asked)} each"
+    what = f"{count} {'nodes' if apart else 'workers'} with {text(asked)} each"
     if whole < count and not _can_grow():
         raise NotEnoughSlots(
-            f"{what} are needed, and the cluster has room for {whole}: {_text(_total(asked))} in all. "
-            "Ask for fewer workers, or for less in resources_per_worker"
+            f"{what} are needed, and the cluster has room for {whole}: {text(_total(asked))} in all. "
+            "Ask for fewer workers, or for less for each"
         )
     begin, said = time.monotonic(), False
     while (free := _fitting(_free_by_node(), asked, apart)) < count:
@@ -40,7 +48,7 @@ def require(bundle: Mapping[str, float], count: int, *, timeout_s: float, apart:
         if waited_s >= timeout_s:
             raise NotEnoughSlots(
                 f"waited {waited_s:.0f} s for {what}; there is room for {free} now, others hold the rest "
-                f"(start_timeout_s={timeout_s:g})"
+                f"({knob}={timeout_s:g})"
             )
         if waited_s >= min(_SAY_AFTER_S, timeout_s) and not said:
             said = True
@@ -72,7 +80,7 @@ def _total(asked: Mapping[str, float]) -> dict[str, float]:
     return {name: sum(node.get(name, 0.0) for node in _nodes("Resources")) for name in asked}
 
 
-def _text(amounts: Mapping[str, float]) -> str:
+def text(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
 
 

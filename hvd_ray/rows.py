@@ -73,15 +73,15 @@ def table_of(block: Any) -> pa.Table:
     table: pa.Table = BlockAccessor.for_block(block).to_arrow()
     for i, field in enumerate(table.schema):
         name = getattr(field.type, "extension_name", "")
-        if name.startswith("ray.data.arrow_tensor"):
+        if name.startswith(("ray.data.arrow_tensor", "ray.data.arrow_variable_shaped_tensor")):
             table = table.set_column(i, field.name, _tensors(field, table.column(i)))
     return table
 
 
 def _tensors(field: pa.Field, column: pa.ChunkedArray) -> pa.Array:
     """Raises DataError where the rows have different shapes."""
-    chunks = [chunk.to_numpy() for chunk in column.chunks]
-    if any(chunk.dtype == object for chunk in chunks):
+    chunks = [chunk.to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    if any(chunk.dtype == object for chunk in chunks) or len({chunk.shape[1:] for chunk in chunks}) > 1:
         raise DataError(f"column {field.name!r} has rows of different shapes; all rows must have one shape")
     values = np.concatenate(chunks) if chunks else np.empty((0, *field.type.shape))
     return pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))

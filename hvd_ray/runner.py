@@ -27,8 +27,8 @@ def run(
 ) -> list[Any]:
     """Calls `fn(*args, **kwargs)` on `num_proc` ranks at the same time; returns their results by rank.
 
-    Inside `fn`, `hvd_core.torch.init()` connects the ranks. num_proc: default is one for each CPU of the
-    cluster (GPU with use_gpu). env: names and strings set for each rank. start_timeout_s: how long to wait
+    Inside `fn`, `hvd_core.torch.init()` connects the ranks. num_proc: default is as many as fit by CPUs (by
+    GPUs with use_gpu). env: names and strings set for each rank. start_timeout_s: how long to wait
     while others use the CPUs. callbacks: see `RayExecutor.run`. Raises NotEnoughSlots, NotPicklable and
     InvalidArgument before anything is launched, RankFailed with the first cause. A KeyboardInterrupt ends the
     ranks; nothing is left behind, whichever way this ends.

@@ -12,6 +12,8 @@ from ray.data import Dataset
 
 from hvd_core.errors import RowsLost
 
+from . import here
+
 
 @ray.remote(num_cpus=0)
 class _Holder:
@@ -20,9 +22,11 @@ class _Holder:
     def __init__(self) -> None:
         self._parts: dict[int, list[Any]] = {}
 
-    def add(self, part: int, tables: list[Any]) -> None:
-        """A part that is brought twice, since its task was tried again, counts once."""
-        self._parts[part] = [ray.put(table) for table in tables]
+    def add(self, part: int, number: int, table: Any) -> None:
+        """The next table of a part; number 0 begins it anew, when its task is tried again."""
+        if number == 0:
+            self._parts[part] = []
+        self._parts[part].append(ray.put(table))
 
     def take(self) -> list[Any]:
         return [ref for part in sorted(self._parts) for ref in self._parts[part]]
@@ -32,13 +36,13 @@ def from_spark(frame: Any) -> Dataset:
     """The rows of a Spark DataFrame as a Ray Dataset, without RayDP and files; Spark may be stopped
     afterwards.
 
-    One job of Spark, whose executors need `ray` and must reach its head node. The rows stay in the object
-    store as long as the Dataset returned here lives: keep it while others made of it are in use. Raises
-    RowsLost.
+    One job of Spark, whose executors need `ray` and must run on nodes of its cluster. The rows stay in the
+    object store as long as the Dataset returned here lives: keep it while others made of it are in use.
+    Raises RowsLost.
     """
     context = ray.get_runtime_context()
     name, namespace, address = f"hvd-{secrets.token_hex(8)}", context.namespace, context.gcs_address
-    holder: Any = _Holder.options(name=name).remote()  # type: ignore[attr-defined]
+    holder: Any = _Holder.options(name=name, **here.options()).remote()  # type: ignore[attr-defined]
     ray.get(holder.take.remote())  # it can be found from now on
     schema = frame.limit(0).toArrow().schema
 
@@ -59,12 +63,16 @@ def _bring(batches: Iterator[pa.RecordBatch], address: str, namespace: str, name
     """In a task of Spark, whose Python process may serve other jobs afterwards."""
     from pyspark import TaskContext
 
-    tables = [pa.Table.from_batches([batch]) for batch in batches if batch.num_rows]
-    if tables:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
-        try:
-            context: Any = TaskContext.get()
-            ray.get(ray.get_actor(name).add.remote(context.partitionId(), tables))
-        finally:
+    context: Any = TaskContext.get()
+    rows, holder = 0, None
+    try:
+        for number, batch in enumerate(batch for batch in batches if batch.num_rows):
+            if holder is None:
+                ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
+                holder = ray.get_actor(name)
+            ray.get(holder.add.remote(context.partitionId(), number, pa.Table.from_batches([batch])))
+            rows += batch.num_rows
+    finally:
+        if holder is not None:
             ray.shutdown()
-    return pa.RecordBatch.from_pydict({"rows": pa.array([sum(t.num_rows for t in tables)], pa.int64())})
+    return pa.RecordBatch.from_pydict({"rows": pa.array([rows], pa.int64())})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.train import Result, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train import ControllerError, Result, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from hvd_core.errors import LaunchFailed
 from hvd_core.launch import dumps
 
 from .backend import HorovodConfig, refuse_unknown
@@ -64,9 +68,13 @@ class HorovodTrainer(DataParallelTrainer):
     def fit(self) -> Result:
         """Trains; returns Ray's Result. Before anything is started: NotPicklable, and NotEnoughSlots when the
         cluster is too small; NotEnoughSlots also when its CPUs are not free in `start_timeout_s`. Then
-        `WorkerFailed` with the first cause, which is a `RankFailed` and Ray's `WorkerGroupError`. When
-        a worker dies or raises, all are started again, `run_config.failure_config.max_failures` times, and
-        find the last checkpoint in `ray.train.get_checkpoint()`."""
+        `WorkerFailed` with the first cause, which is a `RankFailed` and Ray's `WorkerGroupError`;
+        LaunchFailed when Ray could not keep the workers running.
+
+        When a worker dies or raises, whatever it raised, Ray starts all again,
+        `run_config.failure_config.max_failures` times, and they find the last checkpoint in
+        `ray.train.get_checkpoint()`; the error is then the last attempt's. Ctrl-C ends the workers.
+        """
         if self.running_in_local_mode:
             return super().fit()
         if not ray.is_initialized():
@@ -82,12 +90,13 @@ class HorovodTrainer(DataParallelTrainer):
             self._execute_datasets(self.data_config, workers)
             require(bundle, workers, timeout_s=timeout_s)
         try:
-            return super().fit()
+            with _interruptible():
+                return super().fit()
         except WorkerGroupError as error:
-            failures = self.run_config.failure_config
-            attempts = 1 + (failures.max_failures if failures is not None else 0)
-            failed = worker_failed(error, attempts)
+            failed = worker_failed(error)
             raise failed from failed.__cause__
+        except ControllerError as error:
+            raise LaunchFailed(f"Ray Train could not start or keep the workers: {error}") from error
 
     def _check_pickles(self) -> None:
         """By Ray, which counts references to objects; what is in the way is found by hand."""
@@ -98,8 +107,25 @@ class HorovodTrainer(DataParallelTrainer):
             raise
 
     def _execute_datasets(self, config: RowsConfig, workers: int) -> None:
-        for name, dataset in self.datasets.items():
+        self._given = dict(self.datasets)  # a Dataset from Spark owns its rows
+        for name, dataset in self._given.items():
             whole = (dataset() if callable(dataset) else dataset).materialize()
             self.datasets[name] = whole
             if config.is_split(name):
                 config.deal(name, whole, workers)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ray handles SIGINT while it trains, and leaves its handler behind; it ends an interrupted script as if
+    all was well."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import ray
 
 from hvd_core import basics
-from hvd_core.errors import PeerLost, RankFailure
+from hvd_core.errors import PeerLost, RankFailed, RankFailure
 from hvd_core.group import Listener
 from hvd_core.launch import failure as failures
 from hvd_core.launch.exits import Watched
@@ -64,10 +66,20 @@ def in_group() -> Iterator[None]:
         basics.init()
         yield
     except BaseException as error:
-        record(error)
+        found = record(error)
+        if not _travels(error):  # then Ray would only tell that the worker does not answer
+            raise _carrying(RankFailed(found[0]), found) from None
         raise
     finally:
         basics.shutdown()
+
+
+def _travels(error: BaseException) -> bool:
+    try:
+        pickle.loads(cloudpickle.dumps(error))
+    except Exception:  # noqa: BLE001  whatever a user's class does
+        return False
+    return True
 
 
 def machine() -> str:
@@ -137,9 +149,14 @@ def record(error: BaseException) -> list[RankFailure]:
         with contextlib.suppress(Exception):
             basics.default_group().abort(own.headline())
     found = [own, *(_neighbours.deaths() if isinstance(error, PeerLost) else ())]
+    _carrying(error, found)
+    return found
+
+
+def _carrying(error: BaseException, found: Sequence[RankFailure]) -> BaseException:
     with contextlib.suppress(Exception):  # a class with slots
         setattr(error, _RECORDS, [one.to_json() for one in found])
-    return found
+    return error
 
 
 def recorded(error: BaseException) -> list[RankFailure]:

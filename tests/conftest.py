@@ -18,6 +18,9 @@ GRACE_S = 3.0
 
 os.environ["PYSPARK_PYTHON"] = sys.executable
 
+#: Whether a process can learn how one has ended that is not its child (`hvd_core.launch.exits`).
+KERNEL_TELLS = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 15)
+
 # A shell starts what runs in its background with SIGINT ignored, and so would be every process of a test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -221,4 +221,4 @@ class RankFailed(HvdError, RuntimeError):
         return "\n".join(lines + body)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.failure, self.attempts))
+        return (type(self), (self.failure, self.attempts), self.__dict__)

@@ -38,7 +38,7 @@ def test_run_gives_what_the_comment_says(tmp_path: Path):
 def test_the_estimator_example_names_real_parameters():
     from hvd_spark import HorovodEstimator
 
-    tree = ast.parse(example("HorovodEstimator("))
+    tree = ast.parse(example("from hvd_spark import HorovodEstimator"))
     (call,) = (
         node
         for node in ast.walk(tree)

@@ -32,7 +32,9 @@ def main() -> None:
     x = (F.col("id") / 10_000).cast("float")
     frame = spark.range(10_000).select("id", x.alias("x"), (x * 2 + 1).alias("y")).repartition(4)
     rows = from_spark(frame)
+    more = frame.limit(100)
     empty = from_spark(frame.where("id < 0"))
+    apart = from_spark(more)
     spark.stop()
     began = time.monotonic()
     estimator = hvd_ray.HorovodEstimator(
@@ -47,12 +49,15 @@ def main() -> None:
         verbose=0,
     )
     model = estimator.fit(rows)
+    predicted = model.predict(apart)
+    del apart
     print(
         json.dumps(
             {
                 "rows": rows.count(),
                 "empty": [empty.count(), empty.columns()],
                 "ids": sum(row["id"] for row in rows.take_all()),
+                "predicted": len(predicted.take_all()),
                 "seen": model.result.rows_seen,
                 "loss": model.history[-1]["loss"],
                 "seconds": time.monotonic() - began,

@@ -150,6 +150,7 @@ def test_r39_a_killed_worker_and_best_checkpoints(cluster: Any, tmp_path: Path) 
     for found, value in zip(state(model), state(undisturbed), strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-6)
     assert [entry["rows"] for entry in model.history] == [64, 64, 64]
+    assert "resumed at" in model.result.summary
     assert len(model.ray_result.best_checkpoints) == 1
     assert list(model.ray_result.metrics_dataframe["epoch"])[-1] == 2
     from hvd_core.train.torch_model import load_weights
@@ -201,5 +202,6 @@ def test_s4_spark_rows_outlive_spark() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == found["seen"] == 10_000 and found["ids"] == sum(range(10_000))
+    assert found["predicted"] == 100
     assert found["empty"] == [0, ["id", "x", "y"]]
     assert found["loss"] < 0.1

@@ -20,7 +20,9 @@ class Watched:
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Whether it ends within `timeout_s`. Its parent may not have noticed yet."""
-        return bool(select.select([self._fd], [], [], max(0.0, timeout_s))[0])
+        waiter = select.poll()  # takes descriptors of any number
+        waiter.register(self._fd, select.POLLIN)
+        return bool(waiter.poll(max(0.0, timeout_s) * 1000))
 
     def exit_code(self, timeout_s: float = 0.0) -> int | None:
         """As `subprocess.Popen.returncode`: the status, or minus the signal. None while it lives, after
