@@ -78,7 +78,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job. Idempotent, never blocks on other ranks; what they still had in flight with this rank
+    """Leaves the job. Idempotent; waits for no rank's calls, only half a second at most for a farewell to go
+    out, and on rank 0 a second for the end of a timeline. What others still had in flight with this rank
     fails there."""
     global _session
     with _lock:

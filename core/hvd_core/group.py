@@ -305,7 +305,8 @@ class Group:
         self._native.abort(reason)
 
     def close(self) -> None:
-        """Leaves the Group; idempotent, never blocks on a peer. What is still pending here raises
+        """Leaves the Group; idempotent, waits for no peer's calls (see `basics.shutdown` for what it may
+        take). What is still pending here raises
         `GroupClosed`, and so does a collective of another rank that needs this one."""
         if not self._closed and self._pid == os.getpid():
             self._closed = True

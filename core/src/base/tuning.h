@@ -1,6 +1,7 @@
-// Every number that chooses between ways of doing the same thing, and where it was measured. None of them
-// changes a result. "2 cores" is a 2-core Emerald Rapids or EPYC virtual machine, a rank on each unless said
-// otherwise; the programs that measure them are benchmarks/cpp/shm_roofline.cc and benchmarks/*.py.
+// Every number that chooses between ways of doing the same thing, with where it was measured, or that it was
+// chosen. None of them changes a result. "2 cores" is a 2-core Emerald Rapids or EPYC virtual machine, a rank
+// on each unless said otherwise; the programs that measure them are benchmarks/cpp/shm_roofline.cc and
+// benchmarks/*.py.
 //
 // What is bounded by a promise (how soon an abort is noticed, when a peer counts as silent) stands where it
 // is used.
