@@ -34,13 +34,15 @@ def estimator(**options: Any) -> Any:
 
 
 class KillDriver:
-    """As the third epoch begins; the ranks then wait to be ended with it."""
+    """As the third epoch begins; the ranks then wait to be ended with it. They leave their pids beside the
+    run's directory."""
 
-    def __init__(self, pid: int):
-        self.pid = pid
+    def __init__(self, pid: int, directory: str):
+        self.pid, self.directory = pid, directory
 
     def on_batch_end(self, run: Any, batch: Any) -> None:
         if run.epoch == 2:
+            Path(f"{self.directory}.rank{run.rank}").write_text(str(os.getpid()))
             if run.rank == 0:
                 os.kill(self.pid, signal.SIGKILL)
             signal.pause()
@@ -48,4 +50,6 @@ class KillDriver:
 
 if __name__ == "__main__":
     session = cluster_job.session("local[2]")
-    estimator(checkpoint_dir=sys.argv[1], callbacks=[KillDriver(os.getpid())]).fit(frame(session))
+    estimator(checkpoint_dir=sys.argv[1], callbacks=[KillDriver(os.getpid(), sys.argv[1])]).fit(
+        frame(session)
+    )

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import hvd_core
 import hvd_spark
-from hvd_spark import HorovodRunner, InvalidArgument, RankFailed
+from hvd_core.train import MLflow
+from hvd_spark import HorovodEstimator, HorovodRunner, InvalidArgument, RankFailed
+
+from . import nets
 
 
 def speak(lr: float) -> tuple[int, float]:
@@ -89,6 +93,11 @@ def log_metrics() -> str:
     return str(mlflow.active_run().info.run_id) if hvd.rank() == 0 else ""
 
 
+def on_a_rank() -> nn.Module:
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    return nets.OneInput(1)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_s6_ranks_log_to_the_active_run_of_the_driver(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,15 +108,26 @@ def test_s6_ranks_log_to_the_active_run_of_the_driver(
         import mlflow
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    client = mlflow.MlflowClient()
+
+    def logged(run: Any) -> list[float]:
+        found = sorted(client.get_metric_history(run.info.run_id, "loss"), key=lambda metric: metric.step)
+        return [metric.value for metric in found]
+
     try:
-        with mlflow.start_run() as run:
-            assert HorovodRunner(np=2).run(log_metrics) == run.info.run_id
-            assert mlflow.active_run().info.run_id == run.info.run_id
-        client = mlflow.MlflowClient()
-        assert [r.info.run_id for r in client.search_runs(["0"])] == [run.info.run_id], (
-            "no run of a rank's own"
-        )
-        logged = [m.value for m in client.get_metric_history(run.info.run_id, "loss")]
-        assert logged == [1.0, 0.5, 1 / 3]
+        with mlflow.start_run() as by_hand:
+            assert HorovodRunner(np=2).run(log_metrics) == by_hand.info.run_id
+            assert mlflow.active_run().info.run_id == by_hand.info.run_id
+        assert logged(by_hand) == [1.0, 0.5, 1 / 3]
+        frame = spark.range(40).selectExpr("id / 40.0d AS x", "id / 20.0d AS y")
+        with mlflow.start_run() as of_a_fit:
+            model = HorovodEstimator(
+                model_fn=on_a_rank, optimizer=nets.sgd, loss=nn.MSELoss(), feature_cols=["x"], label_cols="y",
+                epochs=3, num_proc=2, callbacks=[MLflow()], verbose=0,
+            ).fit(frame)  # fmt: skip
+            assert mlflow.active_run().info.run_id == of_a_fit.info.run_id
+        assert logged(of_a_fit) == [entry["loss"] for entry in model.history]
+        runs = {run.info.run_id for run in client.search_runs(["0"])}
+        assert runs == {by_hand.info.run_id, of_a_fit.info.run_id}, "no run of a rank's own"
     finally:
         mlflow.set_tracking_uri(before)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import nets, resume_job
+from . import jobs, nets, resume_job
 
 pyspark = pytest.importorskip("pyspark")
 
@@ -23,6 +23,8 @@ def test_r18_a_new_driver_goes_on_after_the_second_epoch(spark: Any, tmp_path: P
         [sys.executable, resume_job.__file__, str(directory)], capture_output=True, text=True, timeout=120
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    pids = [int(path.read_text()) for path in tmp_path.glob("run.rank*")]
+    assert pids and all(jobs.ended(pid, 10) for pid in pids)  # E8
     names = sorted(p.name for p in directory.glob("step-*"))
     assert len(names) == 2  # after the first and the second epoch; 5 steps each
     df = resume_job.frame(spark)
