@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -104,14 +105,21 @@ def test_leaving_is_no_loss(leaver: int) -> None:
             assert f"rank {leaver}" in text
 
 
-def test_an_abort_reaches_every_host() -> None:
-    with _ranks_on("a", "b", "b", "c") as ranks:
-        for rank in (ranks[0], ranks[1], ranks[3]):
-            rank.start(wait_in_vain, "x")
-        assert not ranks[0].pipe.poll(0.2)
-        ranks[2].call(abort, "rank 2 raised ValueError: boom")
-        for rank in (ranks[0], ranks[1], ranks[3]):
-            assert rank.result()[:2] == ("Aborted", "rank 2 raised ValueError: boom")
+def test_an_abort_reaches_every_host_in_100_ms() -> None:
+    """Three tries, on machines that do other things."""
+    taken: list[float] = []
+    while len(taken) < 3 and min(taken, default=1.0) >= 0.1:
+        with _ranks_on("a", "b", "b", "c") as ranks:
+            waiting = (ranks[0], ranks[1], ranks[3])
+            for rank in waiting:
+                rank.start(wait_in_vain, "x")
+            assert not ranks[0].pipe.poll(0.2)
+            begin = time.monotonic()
+            ranks[2].call(abort, "rank 2 raised ValueError: boom")
+            results = [rank.result() for rank in waiting]
+            assert all(one[:2] == ("Aborted", "rank 2 raised ValueError: boom") for one in results)
+            taken.append(max(at for *_, at in results) - begin)
+    assert min(taken) < 0.1, taken
 
 
 def test_ranks_that_are_not_numbered_by_host_are_refused() -> None:
@@ -195,7 +203,7 @@ def _ranks_in(namespaces: list[str], **settings: object) -> Iterator[list[Rank]]
 
 
 @namespaces
-@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (3, 1), (1, 2, 1), (1, 1, 1, 1)], ids=str)
 def test_hosts_that_share_a_wire_add_up_and_miss_a_dead_rank(layout: tuple[int, ...]) -> None:
     with _wired_hosts(len(layout)) as hosts:
         places = [host for host, ranks in zip(hosts, layout, strict=True) for _ in range(ranks)]
