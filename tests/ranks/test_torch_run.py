@@ -245,3 +245,45 @@ def test_an_error_names_parameter_rank_and_both_shapes() -> None:
         hvd_core.run(differ, num_proc=2)
     assert caught.value.failure.exc_type.endswith("MismatchError")
     assert not caught.value.retryable
+
+
+def sentences(step: int, rank: int) -> Any:
+    """Token numbers (4, length): another length on every rank and in every step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    length = 3 + 5 * rank + 2 * step
+    return torch.randint(0, 11, (4, length), generator=generator)
+
+
+def reader() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(
+        [torch.nn.Embedding(11, 6), torch.nn.GRU(6, 5, batch_first=True), torch.nn.Linear(5, 1)]
+    ).double()
+
+
+def read(net: Any, tokens: Any) -> Any:
+    embedding, layer, head = net
+    return head(layer(embedding(tokens))[0].mean(dim=1)).square().mean()
+
+
+def read_together() -> list[Any]:
+    hvd.init()
+    net = reader()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.5), net.named_parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        read(net, sentences(step, hvd.rank())).backward()
+        optimizer.step()
+    return [parameter.detach().numpy() for parameter in net.parameters()]
+
+
+def test_d10_batches_of_other_lengths_on_each_rank() -> None:
+    alone = reader()
+    optimizer = torch.optim.SGD(alone.parameters(), 0.5)
+    for step in range(5):
+        optimizer.zero_grad()
+        (sum(read(alone, sentences(step, rank)) for rank in (0, 1)) / 2).backward()
+        optimizer.step()
+    for found in hvd_core.run(read_together, num_proc=2):
+        for one, other in zip(found, alone.parameters(), strict=True):
+            torch.testing.assert_close(torch.from_numpy(one), other.detach(), rtol=1e-12, atol=1e-12)
