@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import secrets
@@ -35,6 +36,12 @@ class HorovodConfig(BackendConfig):
         refuse_unknown(type(self), unknown)
         self.timeout_s, self.start_timeout_s = float(timeout_s), float(start_timeout_s)
         self.env = {**Config(connect_timeout_s=self.timeout_s).to_env(), **dict(env or {})}
+
+    def with_env(self, more: Mapping[str, str]) -> HorovodConfig:
+        """A copy in which workers have these too, where `env` does not say otherwise."""
+        found = copy.copy(self)
+        found.env = {**more, **self.env}
+        return found
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hvd_core.config import Config
 from hvd_core.errors import InvalidArgument, NotEnoughSlots, RankFailed, RankFailure, first_cause
 from hvd_core.launch import dumps
+from hvd_core.train.trackers import tracking_env
 from hvd_core.world import World
 
 from . import actor, here
@@ -140,7 +141,7 @@ class RayExecutor:
     def _start(self, env: dict[str, str]) -> None:
         group, bundles = self._place()
         self._queue = here.queue()
-        env = {**Config(connect_timeout_s=self._settings.timeout_s).to_env(), **env}
+        env = {**tracking_env(), **Config(connect_timeout_s=self._settings.timeout_s).to_env(), **env}
         for bundle in bundles:
             options = actor.Rank.options(  # type: ignore[attr-defined]
                 num_cpus=self._need["CPU"],

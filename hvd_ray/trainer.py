@@ -14,6 +14,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from hvd_core.errors import LaunchFailed
 from hvd_core.launch import dumps
+from hvd_core.train.trackers import tracking_env
 
 from .backend import HorovodConfig, refuse_unknown
 from .data import RowsConfig
@@ -89,6 +90,8 @@ class HorovodTrainer(DataParallelTrainer):
         if isinstance(self.data_config, RowsConfig):
             self._execute_datasets(self.data_config, workers)
             require(bundle, workers, timeout_s=timeout_s)
+        if isinstance(config, HorovodConfig):  # trackers in ranks write to the run that is active here
+            self.backend_config = config.with_env(tracking_env())
         try:
             with _interruptible():
                 return super().fit()

@@ -161,6 +161,46 @@ def test_r39_a_killed_worker_and_best_checkpoints(cluster: Any, tmp_path: Path) 
         np.testing.assert_array_equal(found.numpy(), value)
 
 
+def mlflow_net() -> Any:
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # a server would need none
+    return linear()
+
+
+def log_by_hand() -> str:
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    import mlflow
+
+    import hvd_core.torch as hvd
+
+    hvd.init()
+    if hvd.rank() == 0:
+        mlflow.log_metric("by_hand", 1.0)
+    return str(mlflow.active_run().info.run_id) if hvd.rank() == 0 else ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_s6_one_mlflow_run(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    from hvd_core.train import MLflow
+    from hvd_ray import run
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    try:
+        with mlflow.start_run() as active:
+            given = {**options(callbacks=[MLflow()], model_fn=mlflow_net), "model": None}
+            model = HorovodEstimator(num_proc=2, **given).fit(table(20))
+            assert run(log_by_hand, num_proc=2)[0] == active.info.run_id
+            assert mlflow.active_run().info.run_id == active.info.run_id
+        client = mlflow.MlflowClient()
+        assert [one.info.run_id for one in client.search_runs(["0"])] == [active.info.run_id]
+        logged = sorted(client.get_metric_history(active.info.run_id, "loss"), key=lambda metric: metric.step)
+        assert [metric.value for metric in logged] == [entry["loss"] for entry in model.history]
+    finally:
+        mlflow.set_tracking_uri(before)
+
+
 def test_what_is_found_before_and_after_the_launch(cluster: Any) -> None:
     whole = table(10)
     began = time.monotonic()
