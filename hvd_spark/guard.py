@@ -7,6 +7,8 @@ from typing import Any
 
 import cloudpickle
 
+import hvd_core
+
 #: At this stage of a failure row a module was missing, and no rank has started.
 MISSING = "missing"
 
@@ -23,14 +25,19 @@ class _Sealed:
 
 def guarded(plan: Any) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """The function of `mapInArrow(..., barrier=True)` for a `task.JobPlan`. It travels by value and names
-    nothing of hvd: where that is missing it still takes part in the one gathering of the tasks, and yields a
-    failure row with host and interpreter."""
+    nothing of hvd: where that is missing, or another version than here, it still takes part in the one
+    gathering of the tasks, and yields a failure row with host and interpreter."""
     sealed: Any = _Sealed(plan)
+    version = hvd_core.__version__
 
     def task(batches: Iterator[Any]) -> Iterator[Any]:
         import pickle
 
         try:
+            import hvd_core
+
+            if hvd_core.__version__ != version:
+                raise ImportError(f"hvd {version}, which the driver has: {hvd_core.__version__} is there")
             opened = pickle.loads(sealed)
             from hvd_spark.task import barrier_task as run
         except ImportError as error:

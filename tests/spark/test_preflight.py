@@ -40,6 +40,12 @@ def _prefix() -> str:
     return sys.prefix
 
 
+def test_another_version_of_hvd_on_the_executors(spark: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("hvd_core.__version__", "0.0.9")
+    with pytest.raises(PreflightError, match=r"hvd 0\.0\.9, which the driver has: \d.* is there .* on "):
+        hvd_spark.run(_prefix, num_proc=2)
+
+
 def test_interpreter_that_does_not_exist(spark: Any, interpreter: Any, job_count: Any) -> None:
     before = job_count()
     interpreter("/nowhere/python3")
