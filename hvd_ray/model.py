@@ -46,6 +46,9 @@ class HorovodModel:
         self._wanted = Wanted(names[0], names[1], names[2], list(heads), threshold)
         self._batch_size, self._framework = batch_size, framework
 
+    def __repr__(self) -> str:
+        return f"HorovodModel: model={type(self._model).__name__}, {len(self.history)} epochs"
+
     @property
     def history(self) -> list[dict[str, Any]]:
         """A dict for each epoch: loss, metrics, val_*, rows, seconds."""

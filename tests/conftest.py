@@ -91,3 +91,13 @@ def cluster() -> Iterator[Any]:
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Iterator[Any]:
+    pytest.importorskip("ipykernel")
+    from .notebooks import Notebook
+
+    made = Notebook(tmp_path)
+    yield made
+    made.close()
