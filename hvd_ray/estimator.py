@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import secrets
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from hvd_core.train.framework import framework_for, portable
 
 from . import here, rank
 from .backend import HorovodConfig, nearest
+from .failure import WorkerFailed
 from .model import HorovodModel
 from .resources import require
 from .rows import as_dataset, blocks_of, deal, table_of
@@ -44,9 +47,9 @@ class HorovodEstimator:
     Parameters of the training are those of `hvd_core.train.TrainSpec`; the others say where it runs and what
     `predict` adds. num_proc: ranks, default one for each CPU of the cluster (GPU with use_gpu).
     cpus_per_rank: what each reserves. run_config: a `ray.train.RunConfig`; with one each epoch is reported to
-    Ray with a checkpoint of the weights, so its `CheckpointConfig` keeps the best; after a failure Ray
-    starts all workers again, `failure_config.max_failures` times, and they go on from `checkpoint_dir` if
-    that is set.
+    Ray with a checkpoint of the weights, so its `CheckpointConfig` keeps the best; its
+    `failure_config.max_failures` counts as max_retries. max_retries: after a lost worker all begin again,
+    this often, from the last checkpoint in `checkpoint_dir` if there is one; what would fail again is raised.
     start_timeout_s: how long to wait while others use the CPUs. prediction_col, probability_col,
     raw_prediction_col, heads, threshold: the columns that `predict` adds. A misspelt parameter raises
     InvalidArgument.
@@ -61,6 +64,7 @@ class HorovodEstimator:
         accelerator_type: str | None = None,
         run_config: RunConfig | None = None,
         start_timeout_s: float = 600.0,
+        max_retries: int = 0,
         prediction_col: str = "prediction",
         probability_col: str = "probability",
         raw_prediction_col: str = "rawPrediction",
@@ -81,7 +85,7 @@ class HorovodEstimator:
             "use_gpu": use_gpu,
             "accelerator_type": accelerator_type,
         }
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._max_retries = start_timeout_s, max_retries
         self._names = (prediction_col, probability_col, raw_prediction_col)
         self._heads, self._threshold = heads, threshold
 
@@ -106,15 +110,45 @@ class HorovodEstimator:
         schemas = ray.get([_schema.remote(block) for block, _ in blocks])
         layout = plan_layout(columns_of(pa.unify_schemas(schemas, promote_options="permissive")), spec)
         payload = dumps(rank.train, (portable(spec), layout, run, keep), names=["HorovodEstimator"])
+        config = {"payload": payload, "pieces": deal(blocks, size)}
         with spec.telling_failure(), _shown(spec.verbose) as live:
-            outcome = HorovodTrainer(
-                rank.train,
-                train_loop_config={"payload": payload, "pieces": deal(blocks, size), "live": live},
-                scaling_config=scaling,
-                run_config=self.run_config,
-                horovod_config=HorovodConfig(start_timeout_s=self._start_timeout_s),
-            ).fit()
+            outcome = self._attempts({**config, "live": live}, scaling, run)
         return self._model(layout, outcome, sum(rows for _, rows in blocks))
+
+    def _attempts(self, config: dict[str, Any], scaling: ScalingConfig, run: str) -> Result:
+        """Until one succeeds, or what failed would fail again, or the retries are used up."""
+        given = self.run_config or RunConfig()
+        asked: Any = given.failure_config
+        retries = max(self._max_retries, asked.max_failures)
+        # Ray would retry whatever failed; and attempts of one name go on with the checkpoints it keeps.
+        run_config = replace(
+            given, name=given.name or f"hvd-{run}", failure_config=replace(asked, max_failures=0)
+        )
+        first: WorkerFailed | None = None
+        for attempt in itertools.count():
+            try:
+                return HorovodTrainer(
+                    rank.train,
+                    train_loop_config={**config, "attempt": attempt},
+                    scaling_config=scaling,
+                    run_config=run_config,
+                    horovod_config=HorovodConfig(start_timeout_s=self._start_timeout_s),
+                ).fit()
+            except WorkerFailed as error:
+                if not error.retryable:
+                    raise
+                first = first or error
+                if attempt == retries:
+                    failed = WorkerFailed(first.failure, first.worker_failures, attempt + 1)
+                    raise failed from first.__cause__
+                headline, which = error.failure.headline(), f"{attempt + 1} of {retries}"
+                print(f"hvd: {headline}; retry {which}, {self._restart()}", file=sys.stderr, flush=True)
+        raise AssertionError("there is always an attempt")
+
+    def _restart(self) -> str:
+        if self.spec.checkpoint_dir is not None:
+            return "from the last checkpoint"
+        return "from the start, as there is no checkpoint_dir"
 
     def _scaling(self) -> ScalingConfig:
         size, use_gpu = self.num_proc, bool(self._place["use_gpu"])

@@ -27,7 +27,8 @@ from .rows import Piece, table_of
 
 def train(config: dict[str, Any]) -> tuple[str, bytes]:
     """The training function. config: "payload" (from `dumps`: spec, layout, run, keep), "pieces" by rank,
-    "live" (a queue for progress). Rank 0 returns `FitResult.to_json()` and the weights."""
+    "live" (a queue for progress), "attempt" (how many have failed). Rank 0 returns `FitResult.to_json()` and
+    the weights."""
     spec, layout, run, keep = pickle.loads(config["payload"])[1]
     group = basics.default_group()
     shard = _shard(config["pieces"][group.rank], layout, spec, group.local_size)
@@ -38,7 +39,7 @@ def train(config: dict[str, Any]) -> tuple[str, bytes]:
         shard,
         group,
         on_progress=partial(_tell, config["live"]),
-        attempt=Attempt(run, 1),  # perhaps Ray has started it again: it goes on from its own checkpoints
+        attempt=Attempt(run, config["attempt"]),
     )
     return result.to_json(), result.weights
 

@@ -24,6 +24,8 @@ torch = pytest.importorskip("torch")
 from hvd_ray import HorovodEstimator  # noqa: E402
 from hvd_ray.rows import deal  # noqa: E402
 
+from ..conftest import KERNEL_TELLS  # noqa: E402
+
 
 def table(rows: int, seed: int = 0) -> pa.Table:
     random = np.random.default_rng(seed)
@@ -159,6 +161,35 @@ def test_r39_a_killed_worker_and_best_checkpoints(cluster: Any, tmp_path: Path) 
         kept = load_weights(linear(), Path(folder, "weights.safetensors").read_bytes())
     for found, value in zip(kept.state_dict().values(), state(model), strict=True):
         np.testing.assert_array_equal(found.numpy(), value)
+
+
+class Always:
+    """Ends rank 1 in every attempt, and counts them."""
+
+    def __init__(self, folder: Path, how: str):
+        self._folder, self._how = folder, how
+
+    def on_epoch_end(self, run: Any, logs: Any) -> None:
+        if run.rank == 1:
+            (self._folder / f"{self._how}-{os.getpid()}").write_text("x")
+            if self._how == "kill":
+                os.kill(os.getpid(), 9)
+            raise ValueError("token-4711")
+
+
+@pytest.mark.timeout(150, func_only=True)
+def test_r39_retries_are_counted_and_bugs_are_not_tried_again(
+    cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for how, attempts in (("kill", 2), ("bug", 1)):
+        estimator = HorovodEstimator(num_proc=2, max_retries=1, **options(callbacks=[Always(tmp_path, how)]))
+        with pytest.raises(RankFailed) as caught:
+            estimator.fit(table(16))
+        assert caught.value.rank == 1 and caught.value.attempts == attempts
+        assert len(list(tmp_path.glob(f"{how}-*"))) == attempts
+        told = "hvd: rank 1 was killed by signal 9; retry 1 of 1, from the start" in capfd.readouterr().err
+        assert told == (how == "kill") or not KERNEL_TELLS
+    assert "token-4711" in str(caught.value)
 
 
 def mlflow_net() -> Any:
