@@ -54,6 +54,7 @@ class Stops:
             raise RuntimeError("the power went out")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200, func_only=True)
 def test_r18_resume(fit: Fit, tmp_path: Path) -> None:
     """Also: a finished run gives its result back, and is not trained again."""

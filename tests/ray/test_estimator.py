@@ -57,6 +57,7 @@ def state(model: Any) -> list[np.ndarray]:
     return [value.numpy() for value in model.getModel().state_dict().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [25, 3])
 def test_r03_r05_same_numbers_from_every_source(cluster: Any, rows: int) -> None:
     """Full batches: N ranks give what one process gives on all rows. Blocks of 0, 1, 20 and 4 rows."""
@@ -77,6 +78,7 @@ def test_r03_r05_same_numbers_from_every_source(cluster: Any, rows: int) -> None
         assert torch.equal(given["model"].weight, linear().weight)  # the user's own is as it was
 
 
+@pytest.mark.slow
 def test_r37_predict_keeps_every_row(cluster: Any) -> None:
     whole = table(11)
     model = HorovodEstimator(num_proc=2, **options()).fit(whole)
@@ -96,6 +98,7 @@ def test_r37_predict_keeps_every_row(cluster: Any) -> None:
         model.predict(whole.drop_columns("b"))
 
 
+@pytest.mark.slow
 def test_classes_and_arrays(cluster: Any) -> None:
     """numpy arrays in a Dataset are tensors of Ray's own type."""
     random = np.random.default_rng(0)
@@ -128,6 +131,7 @@ class Dies:
             os.kill(os.getpid(), 9)
 
 
+@pytest.mark.slow
 def test_r39_a_killed_worker_and_best_checkpoints(cluster: Any, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig
 
@@ -177,6 +181,7 @@ class Always:
             raise ValueError("token-4711")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150, func_only=True)
 def test_r39_retries_are_counted_and_bugs_are_not_tried_again(
     cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -209,6 +214,7 @@ def log_by_hand() -> str:
     return str(mlflow.active_run().info.run_id) if hvd.rank() == 0 else ""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_s6_one_mlflow_run(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
@@ -264,6 +270,7 @@ def test_rows_are_dealt_evenly() -> None:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_s4_spark_rows_outlive_spark() -> None:
     script = Path(__file__).with_name("spark_job.py")

@@ -69,6 +69,7 @@ def doubled(batch: Any) -> Any:
     return {"id": batch["id"], "x": batch["id"] * 1.5, "z": batch["id"] * 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [101, 11])
 def test_every_row_once_and_as_many_steps(run_config: Any, rows: int) -> None:
     """R35, R37, K1: the dataset is lazy and the workers take both CPUs."""
@@ -87,6 +88,7 @@ def test_every_row_once_and_as_many_steps(run_config: Any, rows: int) -> None:
     assert weight == pytest.approx(2 * first[1], rel=1e-6)  # shares of a step add up to the size
 
 
+@pytest.mark.slow
 def test_one_worker_more_rows_than_ranks_is_needed(run_config: Any) -> None:
     with pytest.raises(RankFailed, match="1 rows for 2 ranks: rank 1 has none") as caught:
         fit(
@@ -118,6 +120,7 @@ def report_epochs(config: dict[str, Any]) -> str:
     return "done"
 
 
+@pytest.mark.slow
 def test_result_checkpoints_and_restart(tmp_path: Path, cluster: Any) -> None:
     config = RunConfig(
         name="run",
@@ -154,6 +157,7 @@ def fail(config: dict[str, Any]) -> None:
     hvd.allreduce(torch.ones(3), name="second")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peers", ["sleep", "collective"])
 def test_r20_a_worker_raises(run_config: Any, peers: str) -> None:
     began = time.monotonic()
@@ -168,6 +172,7 @@ def test_r20_a_worker_raises(run_config: Any, peers: str) -> None:
     assert isinstance(error.__cause__, ValueError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "says"), [("exit", "exited with status 86"), ("kill", "killed by signal 9")])
 def test_r21_a_worker_dies(run_config: Any, how: str, says: str) -> None:
     with pytest.raises(RankFailed) as caught:
@@ -231,6 +236,7 @@ def raise_awkward(config: dict[str, Any]) -> None:
     hvd.allreduce(torch.ones(3), name="never")
 
 
+@pytest.mark.slow
 def test_an_exception_that_does_not_travel_is_told(run_config: Any) -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(RankFailed, match=r"rank 1 raised .*Awkward: token: 4712 \(.*test_trainer.py"):
