@@ -98,7 +98,7 @@ def test_arguments_that_are_none_are_refused(args: Any, kwargs: Any) -> None:
     [
         (_Trainer().train, "'self'.lock of method _Trainer.train"),
         (functools.partial(len, threading.Lock()), "argument 0 bound to len"),
-        (functools.partial(print, sep=threading.Lock()), "argument 'sep' bound to print"),
+        (functools.partial(sorted, key=threading.Lock()), "argument 'key' bound to sorted"),
     ],
 )
 def test_names_what_is_bound(fn: Any, path: str) -> None:
