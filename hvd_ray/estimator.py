@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import itertools
+import math
 import secrets
 import sys
 import threading
@@ -119,7 +120,7 @@ class HorovodEstimator:
         """Until one succeeds, or what failed would fail again, or the retries are used up."""
         given = self.run_config or RunConfig()
         asked: Any = given.failure_config
-        retries = max(self._max_retries, asked.max_failures)
+        retries = math.inf if asked.max_failures < 0 else max(self._max_retries, asked.max_failures)
         # Ray would retry whatever failed; and attempts of one name go on with the checkpoints it keeps.
         run_config = replace(
             given, name=given.name or f"hvd-{run}", failure_config=replace(asked, max_failures=0)
@@ -141,7 +142,7 @@ class HorovodEstimator:
                 if attempt == retries:
                     failed = WorkerFailed(first.failure, first.worker_failures, attempt + 1)
                     raise failed from first.__cause__
-                headline, which = error.failure.headline(), f"{attempt + 1} of {retries}"
+                headline, which = error.failure.headline(), f"{attempt + 1} of {retries:g}"
                 print(f"hvd: {headline}; retry {which}, {self._restart()}", file=sys.stderr, flush=True)
         raise AssertionError("there is always an attempt")
 

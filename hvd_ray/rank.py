@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import ray
 import ray.train
 
@@ -18,9 +19,10 @@ from hvd_core import basics
 from hvd_core.config import Config
 from hvd_core.train import Layout, TrainSpec
 from hvd_core.train.framework import framework_for
+from hvd_core.train.local import shard_from
 from hvd_core.train.loop import fit_shard
 from hvd_core.train.resume import Attempt
-from hvd_core.train.shard import Shard, ShardWriter, default_memory_bytes
+from hvd_core.train.shard import Shard, default_memory_bytes
 
 from .rows import Piece, table_of
 
@@ -52,21 +54,18 @@ def _tell(live: Any, record: dict[str, Any]) -> None:
 def _shard(pieces: Sequence[Piece], layout: Layout, spec: TrainSpec, local_size: int) -> Shard:
     config = Config.from_env()
     memory_nbytes = spec.shard_memory_bytes or config.shard_memory_bytes or default_memory_bytes(local_size)
-    writer = ShardWriter(
-        layout, memory_bytes=memory_nbytes, directory=spec.shard_dir or config.shard_dir or None
+    return shard_from(
+        _batches(pieces, layout),
+        layout,
+        memory_bytes=memory_nbytes,
+        directory=spec.shard_dir or config.shard_dir or None,
     )
-    try:
-        for piece in pieces:
-            table = table_of(ray.get(piece.block)).select(layout.schema.names).cast(layout.schema)
-            for batch in table.slice(piece.begin, piece.end - piece.begin).to_batches():
-                writer.write(batch)
-        packed = writer.finish()
-    finally:
-        writer.close()
-    try:
-        return Shard.attach(packed.fds, packed.description)
-    finally:
-        packed.close()
+
+
+def _batches(pieces: Sequence[Piece], layout: Layout) -> Iterator[pa.RecordBatch]:
+    for piece in pieces:
+        table = table_of(ray.get(piece.block)).select(layout.schema.names).cast(layout.schema)
+        yield from table.slice(piece.begin, piece.end - piece.begin).to_batches()
 
 
 class _Reporter:

@@ -99,9 +99,8 @@ def gain_of_two_processes() -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(300, func_only=True)
 def test_s2_two_ranks_are_faster_than_one(fit: Fit) -> None:
-    """Best epoch of each, one thread a rank, which the run sets; three tries on a machine that others use."""
-    if (gain := gain_of_two_processes()) < 1.8:
-        pytest.skip(f"two processes do {gain:.2f} times the work of one here: the machine is busy")
+    """Best epoch of each, one thread a rank, which the run sets. On a machine that others use as well a try
+    counts only when, before and after it, two processes did nearly twice the work of one."""
     random = np.random.default_rng(0)
     columns = {f"c{i}": random.normal(size=200_000).astype(np.float32) for i in range(20)}
     table = pa.table({**columns, "y": columns["c0"] - columns["c1"]})
@@ -116,10 +115,16 @@ def test_s2_two_ranks_are_faster_than_one(fit: Fit) -> None:
         return max(entry["rows"] / entry["seconds"] for entry in model.history)
 
     ratios: list[float] = []
-    while len(ratios) < 3 and max(ratios, default=0.0) < 1.3:
-        ratios.append(best(2) / best(1))
-    if max(ratios) < 1.3 and (gain := gain_of_two_processes()) < 1.8:
-        pytest.skip(f"{ratios}; two processes do {gain:.2f} times the work of one here: the machine is busy")
+    gains = [gain_of_two_processes()]
+    while len(gains) < 6 and len(ratios) < 3 and max(ratios, default=0.0) < 1.3:
+        ratio = best(2) / best(1) if gains[-1] >= 1.8 else 0.0
+        gains.append(gain_of_two_processes())
+        if ratio >= 1.3 or min(gains[-2:]) >= 1.8:
+            ratios.append(ratio)
+    if max(ratios, default=0.0) < 1.3 and len(ratios) < 3:
+        pytest.skip(
+            f"{ratios}; two processes do {min(gains):.2f} times the work of one here: the machine is busy"
+        )
     assert max(ratios) >= 1.3, ratios
 
 

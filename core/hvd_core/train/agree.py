@@ -106,10 +106,8 @@ def find_outputs(
 def _first_outputs(framework: Framework, shard: Shard, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     try:
         return framework.predict(framework.model, inputs)
-    except (
-        RuntimeError,
-        IndexError,
-    ) as error:  # what frameworks raise for shapes and dtypes that do not go together
+    # What frameworks raise for shapes and dtypes that do not go together.
+    except (RuntimeError, IndexError) as error:
         blocks = [shard.blocks[i] for i in shard.of_role("input")]
         given = ", ".join(f"{b.name} {x.dtype} {x.shape}" for b, x in zip(blocks, inputs, strict=True))
         hint = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -42,9 +42,21 @@ def shard_of(
     table: pa.Table, layout: Layout, *, memory_bytes: int | None = None, directory: str | None = None
 ) -> Shard:
     """The rows of a table as a shard of this process; for the rest see `ShardWriter`."""
+    batches = table.select(layout.schema.names).combine_chunks().to_batches()
+    return shard_from(batches, layout, memory_bytes=memory_bytes, directory=directory)
+
+
+def shard_from(
+    batches: Iterable[pa.RecordBatch],
+    layout: Layout,
+    *,
+    memory_bytes: int | None = None,
+    directory: str | None = None,
+) -> Shard:
+    """The same of record batches that have the layout's columns."""
     writer = ShardWriter(layout, memory_bytes=memory_bytes, directory=directory)
     try:
-        for batch in table.select(layout.schema.names).combine_chunks().to_batches():
+        for batch in batches:
             writer.write(batch)
         packed = writer.finish()
     finally:
