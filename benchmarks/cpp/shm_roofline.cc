@@ -36,6 +36,7 @@ namespace {
 
 constexpr int kMostRanks = 16;
 constexpr size_t kMostTurns = 1024;
+constexpr double kNoQuota = 0;
 const Arena::Tick kNeverGiveUp = [](int) { return Status::Ok(); };
 
 // What the ranks know of each other before they have an arena.
@@ -88,7 +89,7 @@ struct Rank {
       Require(arena->AddSegment(r, 0, control.value()).ok(), "no arena");
       tensors.push_back(tensor.value());
     }
-    Require(arena->CountCpus(kNeverGiveUp).ok(), "no arena");
+    Require(arena->CountCpus(kNoQuota, kNeverGiveUp).ok(), "no arena");
   }
 
   void Together() { Require(arena->ArriveAndAwait(kNeverGiveUp).ok(), "lost a rank"); }
@@ -239,7 +240,7 @@ int Main(int argc, char** argv) {
     if (::fork() == 0) rank = r;
   }
   if (rank != 0) ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (OneForEach(std::vector(static_cast<size_t>(size), Cpus::OfThisThread()))) {
+  if (OneForEach(std::vector(static_cast<size_t>(size), Cpus::OfThisThread(kNoQuota)))) {
     cpu_set_t allowed, one;
     ::sched_getaffinity(0, sizeof allowed, &allowed);
     int cpu = 0;
