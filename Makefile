@@ -44,8 +44,14 @@ build/check/.built: $(VENV)/.ready $(CMAKE_INPUTS)
 	flock build/check/.lock $(BIN)/cmake --build build/check
 	touch $@
 
-test-cpp: build/check/.built
+test-cpp:
+	rm -f build/check/.tested
+	$(MAKE) --no-print-directory build/check/.tested
+
+# `make check` and `make test` one after the other run the C++ tests once.
+build/check/.tested: build/check/.built
 	$(BIN)/ctest --test-dir build/check --output-on-failure --no-tests=error
+	touch $@
 
 # The C++ tests again under ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitizer; no suppressions.
 # Ranks are threads of one process there, which is what the sanitizers can see.
@@ -67,7 +73,7 @@ demo: $(VENV)/.native
 demo-ray: $(VENV)/.native
 	$(BIN)/python examples/ray_flight_delays.py
 
-test: $(VENV)/.native test-cpp
+test: $(VENV)/.native build/check/.tested
 	$(BIN)/python -m pytest tests -m "not slow"
 
 # What `make test` leaves out: clusters, kernels of notebooks, benchmarks, a wheel.
@@ -82,7 +88,7 @@ check: $(VENV)/.native
 	$(BIN)/ruff check $(PYTHON_DIRS)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
-	$(MAKE) --no-print-directory test-cpp
+	$(MAKE) --no-print-directory build/check/.tested
 	$(BIN)/python -m pytest tests/unit -m "not slow"
 
 format: $(VENV)/.ready
