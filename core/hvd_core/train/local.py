@@ -42,7 +42,7 @@ def shard_of(
     table: pa.Table, layout: Layout, *, memory_bytes: int | None = None, directory: str | None = None
 ) -> Shard:
     """The rows of a table as a shard of this process; for the rest see `ShardWriter`."""
-    batches = table.select(layout.schema.names).combine_chunks().to_batches()
+    batches = table.select(layout.schema.names).to_batches()
     return shard_from(batches, layout, memory_bytes=memory_bytes, directory=directory)
 
 
