@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 from hvd_core.config import Config
 from hvd_core.errors import ColumnError, InvalidArgument, RowsLost
-from hvd_core.launch import dumps
+from hvd_core.launch import dumps, envs_of
 from hvd_core.train import FitResult, Layout, TrainSpec
 from hvd_core.train.checkpoint import check_checkpoint_dir
 from hvd_core.train.framework import framework_for, portable
@@ -218,6 +218,7 @@ def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[Horov
         (portable(spec), changes, secrets.token_hex(8), _TOGETHER_NBYTES),
         names=["HorovodEstimator"],
     )
+    envs = envs_of(size, planned[0].stage.getEnv())  # type: ignore[attr-defined]
     frame = preflight.selected(dataset, layout)
     layout = preflight.check_rows(frame, spec, layout)
     name = type(spec.model).__name__ if spec.model is not None else "model"
@@ -231,6 +232,7 @@ def _fit_together(dataset: DataFrame, planned: Sequence[_Planned]) -> list[Horov
         f"hvd: fit {name} on {size} ranks{times}",
         layout=layout,
         preload=(*framework_for(spec).preload, *PRELOAD),
+        envs=envs,
         config=_config(spec),
         verbose=spec.verbose,
         start_timeout_s=planned[0].stage.getStartTimeoutS(),  # type: ignore[attr-defined]

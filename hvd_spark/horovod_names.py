@@ -32,13 +32,12 @@ WITHOUT_EFFECT = {
     "debug_data_loader": _READER,
     "loader_num_epochs": _READER,
     "mp_start_method": _PROCESSES,
-    "backend_env": "hvd_spark needs no settings of libhdfs",
     "log_every_n_steps": "progress is shown twice a second",
 }
 
 #: Refused: an old job that counts on them would do something else.
 INSTEAD = {
-    "backend": "num_proc is the number of ranks; hvd_spark.run(env=...) sets their environment",
+    "backend": "num_proc is the number of ranks; env sets their environment",
     "data_module": "rows come from the DataFrame; transform_fn changes whole batches of them",
     "continuous_cols": "list all columns in feature_cols; input_columns says how they are joined",
     "categorical_cols": "list all columns in feature_cols; input_columns says how they are joined",

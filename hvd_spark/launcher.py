@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ class JobSpec:
     description: str
     layout: Layout | None = None
     preload: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    envs: Sequence[Mapping[str, str]] = ()  # of each rank
     config: Config = field(default_factory=Config.from_env)
     verbose: int = 1
     printed: bool = True  # show what ranks print
@@ -126,6 +126,7 @@ def _attempt(frame: DataFrame, spec: JobSpec, number: int) -> Outcome:
             failures.append(rows.Failure(RankFailure.from_json(str(record["failure"])), "rank"))
         progress.take(record)
 
+    shared, own = _shared(spec.envs)
     idle_s = session.idle_timeout_s(spark)
     plan = JobPlan(
         spec.size,
@@ -134,7 +135,8 @@ def _attempt(frame: DataFrame, spec: JobSpec, number: int) -> Outcome:
         layout=spec.layout,
         preload=spec.preload,
         sys_path=session.import_path(spark),
-        env={**tracking_env(), **spec.config.to_env(), **spec.env},
+        env={**tracking_env(), **spec.config.to_env(), **shared},
+        own_envs=own,
         config=spec.config,
         feed=None if feed is None else feed.address,
         beat_s=idle_s / 3 if idle_s > 0 else None,
@@ -165,6 +167,14 @@ def _attempt(frame: DataFrame, spec: JobSpec, number: int) -> Outcome:
     if sent is not None and sent != sum(taken):
         raise RowsLost(f"Spark sent {sent} rows, the ranks took {sum(taken)} ({taken} by rank)")
     return Outcome([found.results[rank] for rank in range(spec.size)], taken)
+
+
+def _shared(envs: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], tuple[dict[str, str], ...]]:
+    """(what is the same for all ranks, what each has besides: nothing if none has)."""
+    first, *rest = envs or [{}]
+    shared = {name: value for name, value in first.items() if all(e.get(name) == value for e in rest)}
+    own = tuple({n: v for n, v in env.items() if n not in shared} for env in envs)
+    return shared, own if any(own) else ()
 
 
 def _open_feed(spark: Any, token: bytes, config: Config) -> FeedServer | None:

@@ -124,6 +124,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("use_gpu", "transform on the GPU of the executor, if it has one", _BOOL, True, serves=True),
     # how long, how large
     Knob("num_proc", "number of ranks; default: as many as the cluster has slots", _INT),
+    Knob("env", "the ranks' environment: {name: string}, or a function of the rank that gives one"),
     Knob("start_timeout_s", "seconds to wait while other jobs hold the slots", _FLOAT, 600.0),
     Knob("max_retries", "begin again after a lost rank, this often, from the last checkpoint if there is one",
          _INT, 0),
@@ -178,13 +179,14 @@ ALIASES = {
     "backward_passes_per_step": "accumulate_steps",
     "val_batch_size": "inference_batch_size",
     "start_timeout": "start_timeout_s",
+    "backend_env": "env",
     "label_coloumns": "label_cols",  # as Horovod's setter spells it
 }
 
 #: Parameters of the job and of transform, not of the training.
 JOB = frozenset(
     {
-        "num_proc", "start_timeout_s", "max_retries", "prediction_col", "probability_col",
+        "num_proc", "env", "start_timeout_s", "max_retries", "prediction_col", "probability_col",
         "raw_prediction_col", "heads", "threshold", "vector_prediction", "use_gpu", "validation_df", "store",
         "run_id", "input_shapes", "label_shapes",
     }

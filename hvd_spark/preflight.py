@@ -67,8 +67,7 @@ _ENCRYPTED = (
 
 def encrypted(spark: SparkSession) -> str | None:
     """The setting by which this cluster encrypts what crosses the network."""
-    context = session.context_of(spark)
-    if context is not None and session.is_local(context):
+    if session.is_local_master(session.setting(spark, "spark.master")):
         return None  # one process; nothing leaves it
     return next((key for key in _ENCRYPTED if session.setting(spark, key).lower() == "true"), None)
 
@@ -85,8 +84,9 @@ def _check_encryption(spark: SparkSession, num_proc: int | None) -> None:
 
 
 def _check_dynamic_allocation(spark: SparkSession) -> None:
-    context = session.context_of(spark)
-    if context is None or session.is_local(context):
+    # Under Connect the server's settings are those of the session; where they are not to be read
+    # (serverless) Spark itself refuses, and says so.
+    if session.is_local_master(session.setting(spark, "spark.master")):
         return
     if session.setting(spark, "spark.dynamicAllocation.enabled", "false").lower() == "true":
         raise PreflightError(

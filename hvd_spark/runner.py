@@ -8,7 +8,7 @@ from typing import Any
 
 import hvd_core
 from hvd_core.errors import InvalidArgument
-from hvd_core.launch import dumps
+from hvd_core.launch import Env, dumps, envs_of
 from hvd_core.train.trackers import tracking_env
 
 from . import preflight, session
@@ -26,7 +26,7 @@ def run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
-    env: Mapping[str, str] | None = None,
+    env: Env = None,
     verbose: int = 1,
     printed: bool = True,
     start_timeout_s: float = 600.0,
@@ -35,29 +35,31 @@ def run(
     """Calls `fn(*args, **kwargs)` on `num_proc` ranks at the same time; returns their results by rank.
 
     Inside `fn`, `hvd_core.torch.init()` connects the ranks. num_proc: default is all slots of the cluster.
-    env: names and strings set for each rank. start_timeout_s: how long to wait while other jobs hold the
+    env: changes to the ranks' environment, {name: string} or `env(rank)`, called here; visible before
+    anything of the user is imported there. start_timeout_s: how long to wait while other jobs hold the
     slots. local_mode: all ranks on the driver's machine, without Spark; num_proc must be given.
     Lines that ranks print appear here as "[rank] line"; with printed=False only those of
     `hvd_core.log_to_driver`. Raises NotEnoughSlots, NotPicklable and InvalidArgument before anything is
     launched, RankFailed with the first cause. A KeyboardInterrupt ends the ranks.
     """
-    for name, value in (env or {}).items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise InvalidArgument(f"env: {name!r}: {value!r} is not a name and a string")
     if local_mode:
         if num_proc is None:
             raise InvalidArgument("local_mode needs num_proc: the driver has no slots to count")
-        own = {**tracking_env(), **(env or {})}
+
+        def own(rank: int) -> dict[str, str]:
+            return {**tracking_env(), **((env(rank) if callable(env) else env) or {})}
+
         return hvd_core.run(fn, args, kwargs, num_proc=num_proc, env=own, printed=printed)
     payload = dumps(fn, args, kwargs)
     spark = session.current()
     size = preflight.check_cluster(spark, num_proc)
+    envs = envs_of(size, env)
     spec = JobSpec(
         size,
         Parcel.of(spark, payload),
         f"hvd: {getattr(fn, '__qualname__', 'function')} on {size} ranks",
         preload=(*_PRELOAD, *(adapter for name, adapter in _FRAMEWORKS.items() if name in sys.modules)),
-        env=dict(env or {}),
+        envs=envs,
         verbose=verbose,
         printed=printed,
         start_timeout_s=start_timeout_s,

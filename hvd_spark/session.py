@@ -89,7 +89,11 @@ def _slots_by_settings(spark: SparkSession) -> int | None:
 
 def is_local(context: Any) -> bool:
     """Driver and executors are one process."""
-    return str(context.master).partition("[")[0] == "local"
+    return is_local_master(str(context.master))
+
+
+def is_local_master(master: str) -> bool:
+    return master.partition("[")[0] == "local"
 
 
 def driver_host(spark: SparkSession) -> tuple[str, bool] | None:

@@ -33,6 +33,7 @@ from hvd_core.launch import failure as failures
 from hvd_core.launch.cpus import thread_env
 from hvd_core.launch.events import Failed, Output, Report, Result
 from hvd_core.launch.gpus import gpus_for
+from hvd_core.launch.rank_process import note_stacks
 from hvd_core.world import World
 
 from . import rows
@@ -59,6 +60,7 @@ class JobPlan:
     ignored.
     token: the job's secret, 32 bytes. preload: modules that the template imports before ranks are forked.
     sys_path: where the driver finds modules, when tasks run on its machine: functions travel by name then.
+    env: of all ranks; own_envs: of each what others do not have, if anybody has.
     beat_s: yield a row at least this often; None: no need. attempt: how many before this one have failed;
     a `fn` that gets a shard is told. gpus: how many Spark gives a rank, if it gives any.
     """
@@ -70,6 +72,7 @@ class JobPlan:
     preload: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    own_envs: tuple[Mapping[str, str], ...] = ()
     config: Config = field(default_factory=Config)
     feed: Address | None = None
     beat_s: float | None = None
@@ -127,7 +130,8 @@ class _Task:
         yield rows.ingested(self.rank, taken, {"host": socket.gethostname()})
         ordered = [offers[old] for old in order]
         endpoints = tuple(other["endpoint"] for other in ordered)
-        process.assign(Assignment(self.rank, self.plan.size, endpoints, self.plan.token))
+        env = self.plan.own_envs[self.rank] if self.plan.own_envs else {}
+        process.assign(Assignment(self.rank, self.plan.size, endpoints, self.plan.token, env))
         self.watch = self._watch(listener, [other["watch"] for other in ordered])
         yield from self._supervise(process)
 
@@ -171,7 +175,8 @@ class _Task:
         own = replace(plan.config, shard_dir=_shard_dir(plan.config) or "")
         env = {**own.to_env(), **self._own_gpus(), **plan.env}
         held = [] if self.feed is None or not self.feed.connected else [self.feed.fileno()]
-        process = template.fork(payload, fds=fds, held=held, env=env, threads=threads)
+        follows = bool(plan.own_envs)
+        process = template.fork(payload, fds=fds, held=held, env=env, threads=threads, env_follows=follows)
         for fd in fds:
             os.close(fd)
         stack.callback(process.close)
@@ -294,10 +299,15 @@ class _Task:
         end = self._hear(process)
         if isinstance(end, Failed) and not end.failure.echo:
             return self._failed(end)
+        if self.watch.reason is not None:  # others may have waited for it
+            note_stacks([process])
         process.kill(_GRACE_S)
-        self._hear(process)
+        end = self._hear(process)
+        stacks = end.failure.traceback if isinstance(end, Failed) and end.failure.kind == "ended" else ""
         host = socket.gethostname()
-        what = RankFailure(self.rank, "ended", message=reason, host=host, echo=True, at=time.time())
+        what = RankFailure(
+            self.rank, "ended", message=reason, traceback=stacks, host=host, echo=True, at=time.time()
+        )
         return rows.failure(what, "rank")
 
 

@@ -17,6 +17,7 @@ from hvd_core.errors import (
     StorageFull,
     first_cause,
 )
+from hvd_core.launch.failure import with_the_others
 
 from .guard import MISSING
 from .rows import Failure
@@ -39,7 +40,7 @@ def typed(failures: Sequence[Failure], fitting: bool) -> tuple[HvdError, BaseExc
         return PreflightError(_said_of_modules(missing)), None
     whats = [failure.what for failure in failures]
     first = failures[whats.index(first_cause(whats))]
-    failed = RankFailed(first.what)
+    failed = RankFailed(with_the_others(first.what, whats))
     kind = getattr(errors, first.what.exc_type, None)
     if fitting and isinstance(kind, type) and issubclass(kind, HvdError):
         if not issubclass(kind, (RankFailed, HorovodInternalError)):

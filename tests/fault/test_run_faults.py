@@ -101,6 +101,33 @@ def test_r20_one_rank_raises_while_the_other(meanwhile: Callable[[], None]) -> N
     assert not error.retryable
 
 
+def _one_waits_while(other: Callable[[], None]) -> None:
+    """Rank 0 waits in an allreduce that rank 1 does not come to."""
+    rank = _say_pid()
+    basics.init()
+    if rank == 1:
+        other()
+    _allreduces()
+
+
+@pytest.mark.parametrize("other", [_sleeps, _in_c_code, _is_stopped])
+def test_d1_who_is_waited_for_tells_where_it_is(other: Callable[[], None]) -> None:
+    """Asleep, or in C code that holds the GIL: it takes part in nothing. Stopped: it is not heard of."""
+    is_stopped = other is _is_stopped
+    env = {"HVD_PEER_TIMEOUT_S" if is_stopped else "HVD_STALL_SHUTDOWN_S": "1"}
+    error = _failed(_one_waits_while, other, env=env)
+    headline, *rest = str(error).splitlines()
+    assert headline.startswith(f"rank 0 raised {'PeerLost' if is_stopped else 'CollectiveTimeout'}: ")
+    assert "rank 1" in headline
+    at = rest.index("rank 1, when it was ended (most recent call first):")
+    assert ("  it was stopped (SIGSTOP)" in rest) == is_stopped
+    line = other.__code__.co_firstlineno + 1
+    assert rest[at + 1 + is_stopped : at + 3 + is_stopped] == [
+        f'  File "{__file__}", line {line} in {other.__name__}',
+        f'  File "{__file__}", line {_one_waits_while.__code__.co_firstlineno + 5} in _one_waits_while',
+    ]
+
+
 def _undefined() -> None:
     _say_pid()
     print(undefined_name)  # type: ignore[name-defined]  # noqa: F821
@@ -290,6 +317,9 @@ def test_timeout_names_who_was_not_done() -> None:
     with pytest.raises(LaunchTimeout, match="rank 1 was not done after 3 s") as raised:
         run(_one_is_slow, num_proc=2, timeout_s=3)
     assert isinstance(raised.value, TimeoutError)
+    assert f'  File "{__file__}", line {_one_is_slow.__code__.co_firstlineno + 2} in _one_is_slow' in str(
+        raised.value
+    )
     assert time.monotonic() - began < BOUND_S
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import threading
+import time
 from typing import Any
 
 import pyarrow as pa
@@ -12,9 +15,23 @@ from pyspark.sql import Row
 from pyspark.sql import types as T
 
 import hvd_spark
+from hvd_core.errors import CheckpointError, PlainTextRefused
 from hvd_core.train import Column, OutputSpec
 from hvd_core.train.outputs import Wanted
-from hvd_spark import NotEnoughSlots, PreflightError, RowsLost, columns, launcher, preflight, rows, session
+from hvd_spark import (
+    ColumnError,
+    HorovodEstimator,
+    NotEnoughSlots,
+    NotPicklable,
+    PreflightError,
+    RowsLost,
+    columns,
+    launcher,
+    preflight,
+    rows,
+    session,
+)
+from hvd_spark.estimator import _planned
 from hvd_spark.outputs import fields_for
 
 
@@ -77,11 +94,106 @@ def test_session_that_was_stopped(spark: Any, monkeypatch: Any) -> None:
         hvd_spark.HorovodModel(model=nn.Linear(1, 1), feature_cols="x").transform(frame)
 
 
-def test_dynamic_allocation_is_named(spark: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(session, "is_local", lambda context: False)
-    monkeypatch.setattr(session, "setting", lambda spark, key, default="": "true")
-    with pytest.raises(PreflightError, match=r"spark\.dynamicAllocation\.enabled"):
+@pytest.fixture
+def settings(monkeypatch: Any) -> dict[str, str]:
+    """What is set in the test is all that is known of the session."""
+    told: dict[str, str] = {}
+    monkeypatch.setattr(session, "setting", lambda spark, key, default="": told.get(key, default))
+    return told
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_dynamic_allocation_is_named(
+    spark: Any, settings: dict[str, str], monkeypatch: Any, has_context: bool
+) -> None:
+    """Under Connect, where there is no context, as well."""
+    if not has_context:
+        monkeypatch.setattr(session, "context_of", lambda spark: None)
+    settings["spark.dynamicAllocation.enabled"] = "true"
+    settings["spark.master"] = "local[2]"
+    assert preflight.check_cluster(spark, 2) == 2, "which Spark ignores in one process"
+    settings["spark.master"] = "spark://host:7077"
+    with pytest.raises(PreflightError, match=r"spark\.dynamicAllocation\.enabled=false"):
         preflight.check_cluster(spark, 2)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "spark.ssl.enabled",
+        "spark.ssl.rpc.enabled",
+        "spark.network.crypto.enabled",
+        "spark.authenticate.enableSaslEncryption",
+    ],
+)
+def test_what_encrypts_is_named(spark: Any, settings: dict[str, str], monkeypatch: Any, key: str) -> None:
+    settings.update({"spark.master": "spark://host:7077", key: "true"})
+    with pytest.raises(PlainTextRefused, match=rf"^{re.escape(key)}=true .*HVD_PLAIN_TEXT=1"):
+        preflight.check_cluster(spark, 2)
+    assert preflight.check_cluster(spark, 1) == 1
+    settings["spark.master"] = "local[2]"
+    assert preflight.check_cluster(spark, 2) == 2, "nothing leaves the process"
+    settings["spark.master"] = "spark://host:7077"
+    monkeypatch.setenv("HVD_PLAIN_TEXT", "1")
+    assert preflight.check_cluster(spark, 2) == 2
+
+
+def test_a_session_with_ssl(spark: Any, monkeypatch: Any, job_count: Any) -> None:
+    monkeypatch.setattr(session, "is_local_master", lambda master: False)
+    before = job_count()
+    spark.conf.set("spark.ssl.enabled", "true")
+    try:
+        with pytest.raises(PlainTextRefused, match=r"spark\.ssl\.enabled=true .*HVD_PLAIN_TEXT=1"):
+            hvd_spark.run(_prefix, num_proc=2)
+        assert job_count() == before
+        monkeypatch.setenv("HVD_PLAIN_TEXT", "1")
+        assert hvd_spark.run(_prefix, num_proc=2) == [sys.prefix] * 2
+    finally:
+        spark.conf.unset("spark.ssl.enabled")
+
+
+def test_what_cannot_work_is_told_within_a_second(spark: Any, job_count: Any) -> None:
+    """The best of three tries, as the machine may be busy; Spark is in use already."""
+    from torch import nn
+
+    from . import nets
+
+    df = spark.createDataFrame([(1.0, 2.0)], ["x", "y"])
+    lock = threading.Lock()
+
+    def estimator(**options: Any) -> HorovodEstimator:
+        defaults = {
+            "model": nets.OneInput(1), "optimizer": nets.sgd, "loss": nn.MSELoss(), "feature_cols": "x",
+            "label_cols": "y", "num_proc": 2,
+        }  # fmt: skip
+        return HorovodEstimator(**{**defaults, **options})
+
+    wrong: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"num_proc": 9}, NotEnoughSlots),
+        ({"feature_cols": "z"}, ColumnError),
+        ({"model": nets.TwoInputs()}, ColumnError),
+        ({"callbacks": [lambda run, logs: lock.acquire()]}, NotPicklable),
+        ({"checkpoint_dir": "/proc/nowhere"}, CheckpointError),
+    ]
+    before = job_count()
+    for options, kind in wrong:
+
+        def refused(options: dict[str, Any] = options, kind: type[Exception] = kind) -> None:
+            with pytest.raises(kind):
+                estimator(**options).fit(df)
+
+        assert _shortest_s(refused) < 1, options
+    assert _shortest_s(lambda: _planned(df, [estimator()])) < 1, "and so is what can"
+    assert job_count() == before
+
+
+def _shortest_s(call: Any) -> float:
+    took_s = []
+    for _ in range(3):
+        start = time.monotonic()
+        call()
+        took_s.append(time.monotonic() - start)
+    return min(took_s)
 
 
 def test_slots_unknown_as_in_connect(spark: Any, monkeypatch: Any) -> None:

@@ -81,8 +81,48 @@ def test_a_rank_has_the_threads_of_its_task(spark: Any) -> None:
     assert hvd_spark.run(os.getenv, ("OMP_NUM_THREADS",), num_proc=2) == ["1", "1"]
 
 
+class ColourAtUnpickling:
+    """Becomes what `COLOUR` is where it is unpickled, as a module sees it that is imported then."""
+
+    def __reduce__(self) -> Any:
+        return os.getenv, ("COLOUR",)
+
+
+def colours(early: str | None) -> tuple[Any, ...]:
+    return early, os.environ["COLOUR"], os.environ["SHADE"], os.environ["OMP_NUM_THREADS"]
+
+
+def test_b13_environment_by_rank(spark: Any) -> None:
+    def env(rank: int) -> dict[str, str]:
+        own = {"OMP_NUM_THREADS": "3"} if rank == 1 else {}
+        return {"COLOUR": ("red", "blue")[rank], "SHADE": "dark", **own}
+
+    want = [("red", "red", "dark", "1"), ("blue", "blue", "dark", "3")]
+    assert hvd_spark.run(colours, (ColourAtUnpickling(),), num_proc=2, env=env) == want
+    assert hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2) == [None, None], "of that job only"
+    runner = hvd_spark.HorovodRunner(np=2, env=lambda rank: {"COLOUR": f"{rank}"})
+    assert runner.run(os.getenv, key="COLOUR") == "0"
+    local = hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env=env, local_mode=True)
+    assert local == ["red", "blue"]
+
+
+def test_what_does_not_unpickle_is_told_with_an_environment_by_rank(spark: Any) -> None:
+    """The function arrives after the ranks have found each other."""
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank [01] raised TypeError: str expected, not int"):
+        hvd_spark.run(len, (Unbuildable(),), num_proc=2, env=lambda rank: {"COLOUR": str(rank)})
+    assert time.monotonic() - start < LIMIT_S
+
+
+class Unbuildable:
+    def __reduce__(self) -> Any:
+        return os.getenv, (3,)
+
+
 def test_environment_of_ranks(spark: Any) -> None:
     assert hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env={"COLOUR": "red"}) == ["red", "red"]
+    with pytest.raises(InvalidArgument, match=r"env of rank 1 is 'blue', not \{name: string\}"):
+        hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env=lambda rank: {} if rank == 0 else "blue")  # type: ignore[arg-type, return-value]
     with pytest.raises(InvalidArgument, match="'COLOUR': 3 is not"):
         hvd_spark.run(os.getenv, ("COLOUR",), num_proc=2, env={"COLOUR": 3})  # type: ignore[dict-item]
 

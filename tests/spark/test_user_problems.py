@@ -77,6 +77,28 @@ def test_c1_c3_c5_c11_many_rows_write_nothing_and_need_no_more_memory_each_epoch
     assert share < 0.3, "waited for data"
 
 
+class WritesColour:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_train_begin(self, run: Any) -> None:
+        (self.folder / f"rank-{run.rank}").write_text(os.environ["COLOUR"])
+
+
+def test_b13_ranks_of_a_fit_have_an_environment_of_their_own(spark: Any, tmp_path: Path) -> None:
+    df = spark.range(40).selectExpr("id / 40.0d AS x")
+    est = given(
+        model=nets.OneInput(1), loss=nn.MSELoss(), feature_cols="x", label_cols="x",
+        callbacks=[WritesColour(tmp_path)], env=lambda rank: {"COLOUR": ("red", "blue")[rank]},
+    )  # fmt: skip
+    est.fit(df)
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["red", "blue"]
+    est.setBackendEnv({"COLOUR": "green"}).fit(df)
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["green", "green"]
+    with pytest.raises(InvalidArgument, match="env of rank 0: 'COLOUR': 5 is not a name and a string"):
+        est.setEnv({"COLOUR": 5}).fit(df)
+
+
 def test_the_rows_are_looked_at_before_training(spark: Any) -> None:
     rows = [(1.0, "a", [1.0]), (float("nan"), None, [float("-inf")]), (None, "b", None), (-3.0, "c", [2.0])]
     df = spark.createDataFrame(rows, "`x, y` double, s string, l array<double>").repartition(2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ torch = pytest.importorskip("torch")
 import hvd_core  # noqa: E402
 from hvd_core import basics, errors  # noqa: E402
 from hvd_core.train import CheckpointWarning, FitResult, TrainSpec, fit_local, load_checkpoint  # noqa: E402
+from hvd_core.train.checkpoint import name_of  # noqa: E402
+from hvd_core.train.storage import Storage  # noqa: E402
 from hvd_core.train.torch_state import read_weights  # noqa: E402
 
 from ..unit.thread_ranks import run_ranks  # noqa: E402
@@ -96,6 +100,51 @@ def test_r39_killed_ranks_go_on_from_the_last_checkpoint(tmp_path: Path) -> None
     with pytest.warns(CheckpointWarning, match="there were 2 ranks and now 1: epoch 1 starts"):
         result = fit_local(alone, table(64))
     assert [(e["epoch"], e["rows"]) for e in result.history] == [(0, 58), (1, 58), (2, 58)]
+
+
+class DieWhileItIsWritten:
+    """Rank 1, when the first file of the checkpoint of step 12 is there; rank 0 goes on writing then."""
+
+    def __init__(self, fifo: Path):
+        self.fifo = str(fifo)
+
+    def on_train_begin(self, run: Any) -> None:
+        if run.rank:
+            threading.Thread(target=self._die_when_told, daemon=True).start()
+        else:
+            self._tell()
+
+    def _die_when_told(self) -> None:
+        with open(self.fifo) as pipe:
+            pipe.readline()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _tell(self) -> None:
+        write, group = Storage.write, basics.default_group()
+
+        def telling(storage: Storage, path: str, data: bytes) -> None:
+            write(storage, path, data)
+            if path.startswith(name_of(12)) and group.reason is None:
+                with open(self.fifo, "w") as pipe:
+                    pipe.write("now\n")
+                assert select.select([group.fileno()], [], [], 30)[0]
+
+        Storage.write = telling  # type: ignore[method-assign]
+
+
+def test_j9_a_rank_dies_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """What is there then is whole, or is not taken for one."""
+    run, fifo = tmp_path / "run", tmp_path / "word"
+    os.mkfifo(fifo)
+    with pytest.raises(errors.RankFailed, match="signal 9"):
+        in_two(spec_with(run, callbacks=[DieWhileItIsWritten(fifo)]))
+    assert len(list((run / name_of(12)).iterdir())) >= 1
+    found = load_checkpoint(str(run)).facts["step"]
+    assert found == (12 if (run / name_of(12) / "manifest.json").exists() else 8)
+    ((whole, _), (again, _)), _ = in_two(spec_with(), spec_with(run, resume=True))
+    assert learned(again) == learned(whole)
+    weights = read_weights(whole.weights)
+    assert all(torch.equal(v, weights[k]) for k, v in read_weights(again.weights).items())
 
 
 def test_a_directory_that_cannot_be_written_ends_all_ranks(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ shown."""
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,15 @@ import pytest
 
 from hvd_core import errors
 from hvd_core.errors import RankFailed, RankFailure, first_cause
-from hvd_core.launch.failure import MAX_TRACEBACK_LINES, describe, exit_failure, without_our_frames
+from hvd_core.launch.failure import (
+    MAX_TRACEBACK_LINES,
+    describe,
+    exit_failure,
+    with_the_others,
+    without_our_frames,
+)
 from hvd_core.launch.pickling import dumps
+from hvd_core.launch.stacks import shown
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -138,6 +146,51 @@ def test_crash_text_without_our_frames() -> None:
         '  File "<frozen runpy>", line 88 in _run_code',
     ]
     assert without_our_frames(text) == text[:2]
+
+
+def test_stacks_begin_with_the_main_thread_and_leave_out_ours() -> None:
+    text = """
+Thread 0x00007f01 (most recent call first):
+  File "/home/u/load.py", line 9 in fetch
+  File "{stdlib}/threading.py", line 982 in run
+
+Thread 0x00007f02 (most recent call first):
+  File "{stdlib}/threading.py", line 324 in wait
+  File "/x/site-packages/hvd_core/train/batches.py", line 5 in next
+
+Current thread 0x00007f03 (most recent call first):
+  File "/x/site-packages/torch/nn/modules/module.py", line 7 in forward
+  File "/home/u/train.py", line 3 in step
+  File "/x/site-packages/hvd_core/launch/child.py", line 86 in main
+  File "{stdlib}/runpy.py", line 196 in _run_module_as_main
+"""
+    assert shown(text.format(stdlib=sysconfig.get_path("stdlib"))) == [
+        '  File "/x/site-packages/torch/nn/modules/module.py", line 7 in forward',
+        '  File "/home/u/train.py", line 3 in step',
+        "  another thread:",
+        '  File "/home/u/load.py", line 9 in fetch',
+    ]
+    only_ours = (
+        'Thread 0x1 (most recent call first):\n  File "/x/hvd_core/launch/child.py", line 8 in _join\n'
+    )
+    assert shown(only_ours) == only_ours.splitlines()[1:]
+    assert shown("") == []
+
+
+def test_who_has_waited_tells_where_the_others_were() -> None:
+    waited = RankFailure(
+        0, "exception", exc_type="CollectiveTimeout", message="'x' not submitted by rank 5", traceback="tb"
+    )
+    ended = [RankFailure(rank, "ended", traceback=f"  at {rank}") for rank in (1, 2, 3, 4, 5)]
+    too = RankFailure(6, "exception", exc_type="CollectiveTimeout", where="/u/train.py:4")
+    told = with_the_others(waited, [waited, *ended, too]).traceback.splitlines()
+    assert told[0] == "tb"
+    assert told[1:7:2] == [f"rank {r}, when it was ended (most recent call first):" for r in (5, 1, 2)]
+    assert told[2:7:2] == ["  at 5", "  at 1", "  at 2"]
+    assert told[7:] == ["(3 more ranks are not shown)"]
+    assert with_the_others(waited, [waited, too]).traceback == "tb\nrank 6 waited too, at /u/train.py:4"
+    of_itself = RankFailure(0, "exception", exc_type="ValueError", traceback="tb")
+    assert with_the_others(of_itself, ended) == of_itself
 
 
 def _failure(rank: int, kind: str, at: float, *, echo: bool = False) -> RankFailure:

@@ -11,17 +11,19 @@ from . import events
 from .child import log_to_driver, report
 from .cpus import thread_env, usable_cpus
 from .events import Assignment
-from .local import run
+from .local import Env, envs_of, run
 from .pickling import dumps
 from .rank_process import RankProcess, end_ranks
 from .template_process import Template
 
 __all__ = [
     "Assignment",
+    "Env",
     "RankProcess",
     "Template",
     "dumps",
     "end_ranks",
+    "envs_of",
     "events",
     "log_to_driver",
     "report",

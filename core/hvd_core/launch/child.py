@@ -30,6 +30,7 @@ from .cpus import thread_env, threads_per_rank
 from .events import Assignment
 from .failure import describe, exit_failure
 from .pickling import dumps_result
+from .stacks import write_when_asked
 
 _MAX_EXCEPTION_NBYTES = 1 << 20
 
@@ -42,9 +43,11 @@ class Job:
     control: int
     stdout: int
     stderr: int
+    stacks: int
     fds: Sequence[int]
     env: dict[str, str]
     threads: int
+    env_follows: bool = False
 
 
 class _Supervisor:
@@ -96,10 +99,11 @@ def main(job: Job) -> int:
     rank = -1
     fn: Any = None
     try:
-        fn, args, kwargs = _payload(job.payload)
+        call = None if job.env_follows else _payload(job.payload)
+        rank = _join(channel, job)
+        fn, args, kwargs = call or _payload(job.payload)
         if job.fds:
             kwargs = {"fds": list(job.fds), **kwargs}
-        rank = _join(channel)
         result = fn(*args, **kwargs)
         if os.getpid() != _supervisor.pid:  # a process the function forked came back from it
             os._exit(0)
@@ -139,22 +143,28 @@ def _set_up_process(job: Job) -> None:
     sys.stdout = sys.__stdout__ = _line_buffered(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _line_buffered(2)  # type: ignore[misc]
     faulthandler.enable(all_threads=True)
+    os.set_blocking(job.stacks, False)  # nobody has to read what was asked for
+    write_when_asked(job.stacks)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     # The function must not see the template's __main__, and classes of the user's are pickled from
     # "__main__".
     sys.modules["__main__"] = types.ModuleType("__main__")
-    threads = threads_per_rank(None, 1, job.env, job.threads)
-    os.environ.update(thread_env(threads) | job.env)
-    if (torch := sys.modules.get("torch")) is not None:  # read its environment when it was imported
-        torch.set_num_threads(threads)
-        with contextlib.suppress(RuntimeError):
-            torch.set_num_interop_threads(threads)
+    _set_environment(job.env, job.threads)
     # Ranks of one template start with the same generators.
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
+
+
+def _set_environment(env: dict[str, str], threads: int) -> None:
+    threads = threads_per_rank(None, 1, env, threads)
+    os.environ.update(thread_env(threads) | env)
+    if (torch := sys.modules.get("torch")) is not None:  # read its environment when it was imported
+        torch.set_num_threads(threads)
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_interop_threads(threads)
 
 
 def _line_buffered(fd: int) -> io.TextIOWrapper:
@@ -170,7 +180,7 @@ def _payload(fd: int) -> Any:
             return pickle.loads(view)
 
 
-def _join(channel: wire.Channel) -> int:
+def _join(channel: wire.Channel, job: Job) -> int:
     """Says where this rank listens, waits for its place and makes it `hvd_core.world.current()`."""
     listener = Listener.bind()
     channel.send(wire.ENDPOINT, listener.endpoint.encode())
@@ -178,6 +188,8 @@ def _join(channel: wire.Channel) -> int:
     if frame is None or frame[0] != wire.ASSIGN:
         os._exit(1)  # the supervisor is gone
     place = Assignment.from_json(frame[1].decode())
+    if place.env:
+        _set_environment({**job.env, **place.env}, job.threads)
     set_current(World(place.rank, place.size, place.endpoints, place.token, listener))
     return place.rank
 

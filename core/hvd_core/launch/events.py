@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import RankFailure
@@ -11,12 +12,14 @@ from ..errors import RankFailure
 
 @dataclass(frozen=True)
 class Assignment:
-    """A rank's place in the job. `endpoints` are by rank, `token` is the job's secret."""
+    """A rank's place in the job. `endpoints` are by rank, `token` is the job's secret. env: changes to the
+    environment that depend on the rank."""
 
     rank: int
     size: int
     endpoints: tuple[str, ...]
     token: bytes
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"token": self.token.hex()})
@@ -24,7 +27,9 @@ class Assignment:
     @classmethod
     def from_json(cls, text: str) -> Assignment:
         data = json.loads(text)
-        return cls(data["rank"], data["size"], tuple(data["endpoints"]), bytes.fromhex(data["token"]))
+        return cls(
+            data["rank"], data["size"], tuple(data["endpoints"]), bytes.fromhex(data["token"]), data["env"]
+        )
 
 
 @dataclass(frozen=True)

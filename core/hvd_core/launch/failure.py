@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from socket import gethostname
 
 from ..errors import HvdError, RankFailure
@@ -67,6 +69,12 @@ def without_our_frames(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if not ('File "' in line and _is_ours(line.partition('File "')[2]))]
 
 
+def of_the_user(lines: Iterable[str]) -> list[str]:
+    """Of such a text the frames in the user's own files."""
+    frames = [line for line in without_our_frames(lines) if 'File "' in line]
+    return [line for line in frames if not line.partition('File "')[2].startswith(_LIBRARIES)]
+
+
 def _is_ours(filename: str) -> bool:
     return filename.startswith("<frozen ") or any(part in filename for part in _OURS)
 
@@ -103,6 +111,44 @@ def _shortened(text: str) -> str:
     tail = MAX_TRACEBACK_LINES - head - 1
     left_out = f"  ... {len(lines) - head - tail} lines left out ..."
     return "\n".join([*lines[:head], left_out, *lines[-tail:]])
+
+
+#: What a rank raises that has waited for others in vain; where those are says more.
+_WAITED = ("CollectiveTimeout", "PeerLost")
+_MAX_OTHERS = 3
+
+
+def has_waited(failure: RankFailure) -> bool:
+    """Whether other ranks are at fault, who may not know."""
+    return failure.exc_type in _WAITED
+
+
+def with_the_others(first: RankFailure, everyone: Sequence[RankFailure]) -> RankFailure:
+    """`first`; if it has waited for others, then with where those were, above all when they were ended."""
+    if not has_waited(first):
+        return first
+    said = where_they_were([other for other in everyone if other.rank != first.rank], first.message)
+    return replace(first, traceback="\n".join([first.traceback, *said]))
+
+
+def where_they_were(failures: Sequence[RankFailure], message: str = "") -> list[str]:
+    """Of a few ranks, those first that did not know that they were waited for, and that `message` names."""
+
+    def order(failure: RankFailure) -> tuple[bool, bool, int]:
+        is_named = re.search(rf"\branks? [\d, ]*\b{failure.rank}\b", message) is not None
+        return (failure.kind != "ended", not is_named, failure.rank)
+
+    said = []
+    for failure in sorted(failures, key=order):
+        if failure.kind == "ended" and failure.traceback:
+            said.append(
+                f"rank {failure.rank}, when it was ended (most recent call first):\n{failure.traceback}"
+            )
+        elif has_waited(failure) and failure.where:
+            said.append(f"rank {failure.rank} waited too, at {failure.where}")
+    if len(said) > _MAX_OTHERS:
+        said[_MAX_OTHERS:] = [f"({len(said) - _MAX_OTHERS} more ranks are not shown)"]
+    return said
 
 
 def exit_failure(leaving: SystemExit, rank: int) -> RankFailure:

@@ -14,8 +14,9 @@ from typing import Any, TextIO, TypeVar
 from ..errors import InvalidArgument, LaunchFailed, LaunchTimeout, RankFailed, RankFailure, first_cause
 from .cpus import thread_env, threads_per_rank, usable_cpus
 from .events import Assignment, Event, Failed, Output, Report, Result
+from .failure import has_waited, where_they_were, with_the_others
 from .pickling import dumps
-from .rank_process import RankProcess, end_ranks
+from .rank_process import RankProcess, end_ranks, note_stacks
 from .template_process import Template
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ Env = Mapping[str, str] | Callable[[int], Mapping[str, str]] | None
 PRELOAD = ("torch", "hvd_core.torch")
 #: An echo (a lost peer) is not the cause; that must be heard of within this time.
 _CAUSE_WITHIN_S = 2.0
+#: Those that have waited like the first say so within this time; who is silent is not in hvd.
+_SILENT_S = 0.3
 
 
 def run(
@@ -57,7 +60,8 @@ def run(
     InvalidArgument before anything is started, LaunchFailed, LaunchTimeout. Ctrl-C ends the ranks and goes on
     as KeyboardInterrupt. No process, thread or descriptor is left behind, whichever way this ends.
     """
-    envs = _checked_envs(num_proc, env, cpus_per_rank)
+    _check_counts(num_proc, cpus_per_rank)
+    envs = envs_of(num_proc, env)
     payload = dumps(fn, args, kwargs)
     if not sys.platform.startswith("linux"):
         if num_proc != 1:
@@ -103,13 +107,19 @@ def run_payload(
                 rank.close()
 
 
-def _checked_envs(num_proc: int, env: Env, cpus_per_rank: int | None) -> list[dict[str, str]]:
+def _check_counts(num_proc: int, cpus_per_rank: int | None) -> None:
     counts = {"num_proc": num_proc} | ({} if cpus_per_rank is None else {"cpus_per_rank": cpus_per_rank})
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise InvalidArgument(f"{name} must be a whole number of at least 1, not {count!r}")
-    envs = [dict((env(rank) if callable(env) else env) or {}) for rank in range(num_proc)]
+
+
+def envs_of(num_proc: int, env: Env) -> list[dict[str, str]]:
+    """`env` of each rank. Raises InvalidArgument for what is no name or no string."""
+    envs = [(env(rank) if callable(env) else env) or {} for rank in range(num_proc)]
     for rank, extra in enumerate(envs):
+        if not isinstance(extra, Mapping):
+            raise InvalidArgument(f"env of rank {rank} is {extra!r}, not {{name: string}}")
         for key, value in extra.items():
             if (
                 not isinstance(key, str)
@@ -119,7 +129,7 @@ def _checked_envs(num_proc: int, env: Env, cpus_per_rank: int | None) -> list[di
                 or "\0" in key + value
             ):
                 raise InvalidArgument(f"env of rank {rank}: {key!r}: {value!r} is not a name and a string")
-    return envs
+    return [dict(extra) for extra in envs]
 
 
 class _Printer:
@@ -213,21 +223,31 @@ class _Job:
         return [failed.failure for failed in self._failures.values()]
 
     def _raise_first_cause(self) -> None:
+        if has_waited(first_cause(self._all_failures())):
+            self._ask_the_silent()
         end_ranks(self._ranks)
         self._poll()  # what the others still said, and perhaps an earlier cause
-        failure = first_cause(self._all_failures())
+        failures = self._all_failures()
+        failure = with_the_others(first_cause(failures), failures)
         if failure.kind == "lost":
             raise LaunchFailed(f"rank {failure.rank}: {failure.message}")
         raise RankFailed(failure) from _loads_or_none(self._failures[failure.rank].exception)
 
+    def _ask_the_silent(self) -> None:
+        deadline = time.monotonic() + _SILENT_S
+        while (living := self._living()) and (left := deadline - time.monotonic()) > 0:
+            wait([rank.fileno() for rank in living], left)
+            self._poll()
+        note_stacks(self._living())
+
     def _raise_timeout(self) -> None:
         late = [str(number) for number, rank in enumerate(self._ranks) if not rank.finished]
+        note_stacks(self._living())
         end_ranks(self._ranks)
         self._poll()
         who = f"rank {late[0]} was" if len(late) == 1 else f"ranks {', '.join(late)} were"
-        raise LaunchTimeout(
-            f"{who} not done after {self._timeout_s:g} s (timeout_s={self._timeout_s:g}) and ended"
-        )
+        said = f"{who} not done after {self._timeout_s:g} s (timeout_s={self._timeout_s:g}) and ended"
+        raise LaunchTimeout("\n".join([said, *where_they_were(self._all_failures())]))
 
     def _unpickled(self, rank: int) -> Any:
         try:

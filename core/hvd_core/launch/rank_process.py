@@ -24,6 +24,7 @@ from . import wire
 from .events import Assignment, Event, Failed, Output, Report, Result
 from .failure import without_our_frames
 from .lines import LineSplitter
+from .stacks import Question
 
 #: A rank that has said how it ended (or closed its channel) must be gone after this long, or it is killed.
 EXIT_GRACE_S = 10.0
@@ -32,6 +33,8 @@ FAILED_EXIT_GRACE_S = 2.0
 KILL_GRACE_S = 0.1
 #: What a killed process may take to be gone; longer means that it hangs in the kernel.
 _GONE_S = 5.0
+#: What it may take a rank to write down where it is; most do in a millisecond.
+STACKS_WAIT_S = 0.5
 #: The last lines on stderr of a rank that died without a word are part of its failure.
 _STDERR_LINES = 20
 #: Read from a stream in one `poll()`; more than a pipe or socket holds, so one read empties a dead rank's.
@@ -49,7 +52,13 @@ class RankProcess:
     """
 
     def __init__(
-        self, control: socket.socket, stdout: int, stderr: int, status: int, why_lost: Callable[[], str]
+        self,
+        control: socket.socket,
+        stdout: int,
+        stderr: int,
+        status: int,
+        stacks: int,
+        why_lost: Callable[[], str],
     ):
         self.rank = -1
         self._control = wire.Channel(control)
@@ -59,11 +68,13 @@ class RankProcess:
             stdout: "stdout",
             stderr: "stderr",
             status: "status",
+            stacks: "stacks",
         }
         self._epoll = select.epoll()
         for fd in self._open:
             os.set_blocking(fd, fd == control_fd)
-            self._epoll.register(fd, select.EPOLLIN)
+            if fd != stacks:
+                self._epoll.register(fd, select.EPOLLIN)
         self._frames = wire.FrameReader()
         self._splitters = {"stdout": LineSplitter(), "stderr": LineSplitter()}
         self._status_text = b""
@@ -76,6 +87,7 @@ class RankProcess:
         self._kill_at: float | None = None
         self._overdue = False
         self._ended_by_us = False
+        self._question: Question | None = None
         self._exit: dict[str, Any] | None = None  # what the template said about its end
         self._finished = False
         self._waiting: list[Event] = []
@@ -145,6 +157,16 @@ class RankProcess:
         if self._pid is not None and self._exit is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, number)
+
+    def _ask(self) -> Question | None:
+        """Where it is, if it still runs."""
+        self._waiting += self._read()
+        stacks = self._fd("stacks")
+        if self._pid is None or self._exit is not None or self._ending is not None or stacks is None:
+            return None
+        self._ended_by_us = True
+        self._question = Question(self._pid, stacks)
+        return self._question
 
     def _wait_until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -259,7 +281,7 @@ class RankProcess:
             RankFailure, self.rank, host=socket.gethostname(), at=self._exit.get("at", time.time())
         )
         if self._ended_by_us:
-            return record("ended")
+            return record("ended", traceback="" if self._question is None else self._question.answer)
         if "status" not in self._exit:
             why = self._exit["lost"]
             return record("lost", message=why, traceback=why)
@@ -296,6 +318,19 @@ class RankProcess:
             self._control.close()
         else:
             os.close(fd)
+
+
+def note_stacks(ranks: Sequence[RankProcess], timeout_s: float = STACKS_WAIT_S) -> None:
+    """To be called before `end_ranks` when others have waited for these: their `Failed(kind="ended")` says
+    then, in its `traceback`, where they were. A rank needs no GIL for that, and a stopped one goes on for a
+    moment. Takes `timeout_s` at most."""
+    asked = [question for rank in ranks if (question := rank._ask()) is not None]
+    deadline = time.monotonic() + timeout_s
+    while asked and (left := deadline - time.monotonic()) > 0:
+        wait([question.fileno() for question in asked], left)
+        for question in asked:
+            question.poll()
+        asked = [question for question in asked if not question.answered]
 
 
 def end_ranks(ranks: Sequence[RankProcess], grace_s: float = KILL_GRACE_S) -> None:

@@ -95,7 +95,7 @@ class _Server:
         gc.freeze()  # else the first collection in a rank copies every page it shares with us
 
     def _fork(self, settings: Mapping[str, Any], fds: list[int]) -> child.Job | None:
-        payload, control, stdout, stderr, status, *given = fds
+        payload, control, stdout, stderr, status, stacks, *given = fds
         template = os.getpid()
         try:
             # From 3.12 on Python warns when there are threads, such as an idle pool of OpenBLAS, which
@@ -118,7 +118,8 @@ class _Server:
             for fd in (status, *self._status_pipes.values()):
                 os.close(fd)
             own = given[: settings["fds"]]  # the rest is only held
-            return child.Job(payload, control, stdout, stderr, own, settings["env"], settings["threads"])
+            chosen = {name: settings[name] for name in ("env", "threads", "env_follows")}
+            return child.Job(payload, control, stdout, stderr, stacks, own, **chosen)
         for fd in fds:
             if fd != status or pid < 0:
                 os.close(fd)

@@ -94,18 +94,20 @@ class Template:
         held: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         threads: int = 1,
+        env_follows: bool = False,
     ) -> RankProcess:
         """Forks a rank and returns at once; the rank unpickles `payload` and waits for its `Assignment`.
 
         payload: from `dumps(fn, args, kwargs)`. The rank calls `fn(*args, **kwargs)`, or, with `fds`,
         `fn(*args, fds=[...], **kwargs)` with its own duplicates of these descriptors (yours stay yours).
         held: it keeps duplicates of these until it ends, so whoever has the other end of one sees that.
-        env: changes to the template's environment. threads: compute threads of the rank.
+        env: changes to the template's environment. threads: compute threads of the rank. env_follows: its
+        `Assignment` brings more of them, so the rank waits for that before it unpickles.
         Raises LaunchFailed when the template is gone.
         """
         control, rank_control = socket.socketpair()
-        pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, status
-        settings = {"env": dict(env or {}), "threads": threads, "fds": len(fds)}
+        pipes = [os.pipe() for _ in range(4)]  # stdout, stderr, status, stacks
+        settings = {"env": dict(env or {}), "threads": threads, "fds": len(fds), "env_follows": env_follows}
         message = json.dumps(settings).encode()
         try:
             with self._lock:
@@ -128,8 +130,8 @@ class Template:
             rank_control.close()
             for _, write in pipes:
                 os.close(write)
-        stdout, stderr, status = (read for read, _ in pipes)
-        return RankProcess(control, stdout, stderr, status, self._why_dead)
+        stdout, stderr, status, stacks = (read for read, _ in pipes)
+        return RankProcess(control, stdout, stderr, status, stacks, self._why_dead)
 
     def alive(self) -> bool:
         return not self._closed and self._process.poll() is None

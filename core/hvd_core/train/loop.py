@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import Config
-from ..errors import InvalidArgument, LossError, RanksDiverged, RowsLost
+from ..errors import CollectiveTimeout, InvalidArgument, LossError, RanksDiverged, RowsLost
 from .agree import agree_on_rows, find_outputs
 from .batches import Batches
 from .checkpoint import name_of
@@ -202,6 +202,9 @@ class _Loop:
                 framework.train_epoch(watched, progress.epoch, plan.steps, sums.totals)
             except LossError as error:
                 raise LossError("\n".join([str(error), *lines_of(self._data)])) from error.__cause__
+            except CollectiveTimeout as error:
+                at = f"epoch {progress.epoch}, step {progress.position}"
+                raise CollectiveTimeout(f"{at}: {error}") from error.__cause__
             data_s = waited_s + batches.wait_s
         self._check_parameters()
         trained_s = time.perf_counter() - start
