@@ -52,10 +52,10 @@ def _current() -> _Session:
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Connects this process to the other ranks of the job; blocks until all of them have called it.
 
-    The launcher (`hvd_core.run`, `HorovodEstimator`, ...) has said who they are; without one the size is 1. A
-    second call is a no-op; `init` after `shutdown` connects again. `comm` (MPI communicators and lists of
-    ranks) and `process_sets` are not supported and must be left out. Raises `PeerLost` or `CollectiveTimeout`
-    when the others do not come.
+    The launcher (`hvd_core.run`, `HorovodEstimator`, torchrun, mpirun, srun, ...) has said who they are;
+    without one the size is 1. A second call is a no-op; `init` after `shutdown` connects again. `comm` (MPI
+    communicators and lists of ranks) and `process_sets` are not supported and must be left out. Raises
+    `PeerLost` or `CollectiveTimeout` when the others do not come.
     """
     global _session, _atexit_registered
     if comm is not None:
@@ -69,8 +69,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     with _lock:
         if _session is not None:
             return
-        from . import world  # needs the native module, which errors and pickling do not
+        from . import rendezvous, world  # need the native module, which errors and pickling do not
 
+        if not world.is_set():
+            world.set_current(rendezvous.world_of_launcher())
         _session = _Session(world.current().connect())
         if not _atexit_registered:
             atexit.register(shutdown)
@@ -132,6 +134,14 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts."""
     return default_group().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of ranks."""
+    default_group()
+    from . import world
+
+    return len(set(world.current().ranks_by_host())) == 1
 
 
 def long_phase(name: str, timeout_s: float) -> AbstractContextManager[None]:

@@ -44,6 +44,11 @@ class Config:
     #: 1: ranks may talk to each other, and tell the driver how far they are, in plain text also where Spark
     #: encrypts its own connections. They authenticate in any case.
     plain_text: int = 0
+    #: For ranks that torchrun, mpirun or srun have started on several hosts: a secret that all of them know,
+    #: at least 16 characters. On one host none is needed.
+    job_token: str = field(default="", repr=False)
+    #: ... and host:port where rank 0 then waits for the others; "" is MASTER_ADDR:MASTER_PORT.
+    rendezvous: str = ""
     #: Highest kernel set to use: "", "avx512", "avx2" or "baseline". All give the same bits.
     kernels: str = ""
     #: Rank 0 writes a timeline of all ranks to this file, for a trace viewer; "" or "DYNAMIC": not before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import PurePath
 
 from .config import Config
@@ -32,6 +33,10 @@ class World:
             self.listener, self.endpoints, rank=self.rank, token=self.token, epoch=epoch, config=config
         )
 
+    def ranks_by_host(self) -> list[int]:
+        """How many ranks each host has; hosts in the order of their ranks."""
+        return [len(list(ranks)) for _, ranks in groupby(self.endpoints, _host_of)]
+
     @staticmethod
     def arrange(endpoints: Sequence[str]) -> list[int]:
         """The order in which ranks are numbered: `order[rank]` is an index into `endpoints`. Ranks of one
@@ -55,6 +60,11 @@ _current: World | None = None
 def current() -> World:
     """The World of this process: what its launcher said, otherwise one rank."""
     return _current if _current is not None else World()
+
+
+def is_set() -> bool:
+    """Whether a launcher has said something."""
+    return _current is not None
 
 
 def set_current(world: World | None) -> None:

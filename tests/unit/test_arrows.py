@@ -16,10 +16,25 @@ PYTHON_ARROWS: dict[str, set[str]] = {
     "hvd_core.errors": set(),
     "hvd_core.config": {"hvd_core.errors"},
     "hvd_core.limits": set(),
+    "hvd_core.built": set(),
     "hvd_core._native": set(),
     "hvd_core.group": {"hvd_core._native", "hvd_core.config", "hvd_core.errors", "hvd_core.limits"},
     "hvd_core.world": {"hvd_core.group", "hvd_core.config", "hvd_core.errors"},
-    "hvd_core.basics": {"hvd_core.world", "hvd_core.group", "hvd_core.config", "hvd_core.errors"},
+    "hvd_core.foreign": {"hvd_core.errors"},
+    "hvd_core.rendezvous": {
+        "hvd_core.foreign",
+        "hvd_core.world",
+        "hvd_core.group",
+        "hvd_core.config",
+        "hvd_core.errors",
+    },
+    "hvd_core.basics": {
+        "hvd_core.rendezvous",
+        "hvd_core.world",
+        "hvd_core.group",
+        "hvd_core.config",
+        "hvd_core.errors",
+    },
     "hvd_core.objects": {"hvd_core.basics", "hvd_core.group", "hvd_core.errors"},
     "hvd_core.launch": {
         "hvd_core.basics",
@@ -30,6 +45,7 @@ PYTHON_ARROWS: dict[str, set[str]] = {
         "hvd_core.errors",
     },
     "hvd_core.torch": {
+        "hvd_core.built",
         "hvd_core.objects",
         "hvd_core.basics",
         "hvd_core.world",
@@ -81,6 +97,7 @@ FRAMEWORKS: dict[str, str] = {
 # Modules that may touch the environment, and why. HVD_* belongs to config.py alone.
 ENVIRONMENT: dict[str, str] = {
     "hvd_core.config": "reads HVD_*",
+    "hvd_core.foreign": "reads what other launchers set",
     "hvd_core.launch": "hands an environment to its children",
     "hvd_spark": "hands an environment to its ranks and finds the interpreter",
     "hvd_ray": "hands an environment to its ranks",
