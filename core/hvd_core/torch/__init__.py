@@ -20,6 +20,7 @@ from ..basics import (
     cross_size,
     global_process_set,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -30,13 +31,28 @@ from ..basics import (
     start_timeline,
     stop_timeline,
 )
-from ..errors import HorovodInternalError
+from ..built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from ..errors import HorovodInternalError, MismatchError
 from ..group import ReduceOp
 from ..objects import allgather_object, broadcast_object
+from .batchnorm import SyncBatchNorm
 from .compression import Compression
 from .functions import broadcast_parameters
 from .handles import poll, synchronize
 from .optimizer import DistributedOptimizer
+from .optimizer_state import broadcast_optimizer_state
+from .places import summary
 from .reductions import (
     allreduce,
     allreduce_,
@@ -47,6 +63,7 @@ from .reductions import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
+from .sparse import sparse_allreduce, sparse_allreduce_async
 from .transfers import (
     allgather,
     allgather_async,
@@ -74,9 +91,11 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "MismatchError",
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -90,10 +109,16 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -101,15 +126,24 @@ __all__ = [
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
     "long_phase",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
+    "summary",
     "synchronize",
 ]

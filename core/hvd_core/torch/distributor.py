@@ -37,15 +37,18 @@ class Distributor:
         names: dict[torch.Tensor, str],
         how: Reduction,
         passes_per_step: int,
+        process_set: Any = basics.global_process_set,
     ):
         self._optimizer = weakref.ref(optimizer)
+        self._process_set = process_set
         self._names = names
         self._how = how
         self.set_backward_passes_per_step(passes_per_step)
-        self._label = basics.next_name("DistributedOptimizer")
-        self._label_of = weakref.ref(basics.default_group())
+        self._label = ""
+        self._label_of: weakref.ref[Group] | None = None
         self._reduced = False
         self._skip = False
+        self._local_only = 0  # depth of no_sync()
         self._warned = False
         self._attached = False
         self._backward: weakref.ref[end_of_backward.Backward] | None = None
@@ -80,6 +83,18 @@ class Distributor:
         finally:
             self._skip = False
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In this context a backward only adds to this rank's gradients, as in DistributedDataParallel; it
+        does not count as one of `backward_passes_per_step`. The first backward after it reduces what has
+        come together. A step reduces also in here: none is ever made with the gradients of one rank. All
+        ranks enter it at the same place."""
+        self._local_only += 1
+        try:
+            yield
+        finally:
+            self._local_only -= 1
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes make a step; the count starts anew."""
         if not isinstance(passes, int) or passes < 1:
@@ -93,6 +108,7 @@ class Distributor:
         optimizer = self._optimizer()
         assert optimizer is not None
         self._attached = True
+        self._label_in(self._group())  # optimizers are made in the same order on all ranks, not used so
         self._current_params()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -136,9 +152,10 @@ class Distributor:
         if not end_of_backward.is_running(self._backward):
             if self._reduced and not self._is_added_to(param):
                 self._reduced = False  # the global gradients are gone: a new step begins
-            group = basics.default_group()
+            group = self._group()
             self._backward = end_of_backward.join(self, group)
-            self._hand_over = self._begin_overlap(group)
+            self._hand_over = None if self._local_only else self._begin_overlap(group)
+            self._arrivals.begin()
         if self._hand_over is not None:
             self._hand_over(param)
         elif self._planned_in is None:
@@ -159,6 +176,9 @@ class Distributor:
     def end_of_backward(self, group: Group) -> None:
         if self._reduced:
             self._one_too_many()
+        if self._local_only:
+            self._reduced = False
+            return
         self._passes += 1
         if self._reduced or self._passes >= self._passes_per_step:
             self._reduce(group)
@@ -190,7 +210,8 @@ class Distributor:
         if loss is None:
             return None
         value = np.array([float(loss.detach() if isinstance(loss, torch.Tensor) else loss)])
-        value = basics.default_group().allreduce(value, name=f"{self._label}.loss", op=ReduceOp.Average)
+        group = self._group()
+        value = group.allreduce(value, name=f"{self._label_in(group)}.loss", op=ReduceOp.Average)
         if isinstance(loss, torch.Tensor):
             return torch.full_like(loss.detach(), float(value[0]))
         return float(value[0])
@@ -201,9 +222,12 @@ class Distributor:
 
     # -- gradients --
 
+    def _group(self) -> Group:
+        return basics.group_of(self._process_set)
+
     def _reduce(self, group: Group | None = None) -> None:
         self._check_owned()
-        group = basics.default_group() if group is None else group
+        group = self._group() if group is None else group
         params = self._current_params()
         self._passes = 0
         planned = self._plan_in(group)
@@ -242,8 +266,12 @@ class Distributor:
 
     def _label_in(self, group: Group) -> str:
         """The name of our collectives; numbers start anew with each Group."""
-        if self._label_of() is not group:
-            self._label = basics.next_name("DistributedOptimizer")
+        if self._label_of is None or self._label_of() is not group:
+            # By process set: ranks outside of it may not know of this optimizer, and so not count it.
+            of_set = getattr(self._process_set, "process_set_id", 0)
+            self._label = basics.next_name(
+                f"DistributedOptimizer.{of_set}" if of_set else "DistributedOptimizer"
+            )
             self._label_of = weakref.ref(group)
         return self._label
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from .. import basics
+
 if TYPE_CHECKING:
     from ..group import Group
 
@@ -19,7 +21,7 @@ class Member(Protocol):
 
 
 class Backward:
-    """One running backward pass over parameters of one Group, and the optimizers that take part in it.
+    """One running backward pass of this rank, and the optimizers that take part in it.
 
     Each member waits for other ranks. They do so side by side: on another rank gradients may have arrived in
     another order, or one member's not at all (it joins in its step), so that waiting one after the other
@@ -30,24 +32,24 @@ class Backward:
     backward (reentrant checkpointing) joins the outer one if that has delivered a gradient before.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self) -> None:
         self.done = False
-        self.members: list[Member] = []
+        self.members: list[tuple[Member, Group]] = []
 
     def __call__(self) -> None:
         self.done = True
-        first, *others = self.members
+        (first, group), *others = self.members
         if not others:
-            first.end_of_backward(self.group)
+            first.end_of_backward(group)
             return
         with ThreadPoolExecutor(len(others), thread_name_prefix="hvd-end-of-backward") as pool:
-            futures = [pool.submit(member.end_of_backward, self.group) for member in others]
-            first.end_of_backward(self.group)
+            futures = [pool.submit(member.end_of_backward, its_group) for member, its_group in others]
+            first.end_of_backward(group)
         for future in futures:
             future.result()
 
 
+#: By default Group, that is by rank.
 _running: weakref.WeakKeyDictionary[Group, weakref.ref[Backward]] = weakref.WeakKeyDictionary()
 
 
@@ -60,11 +62,12 @@ def is_running(backward: weakref.ref[Backward] | None) -> bool:
 def join(member: Member, group: Group) -> weakref.ref[Backward]:
     """To be called from a gradient hook, once for each pass: `member.end_of_backward(group)` runs when it
     ends."""
-    backward = _running.get(group)
+    rank = basics.default_group()
+    backward = _running.get(rank)
     running = backward() if backward is not None else None
     if backward is None or running is None or running.done:
-        running = Backward(group)
-        backward = _running[group] = weakref.ref(running)
+        running = Backward()
+        backward = _running[rank] = weakref.ref(running)
         torch.autograd.Variable._execution_engine.queue_callback(running)
-    running.members.append(member)
+    running.members.append((member, group))
     return backward

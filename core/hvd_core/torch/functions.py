@@ -22,7 +22,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     naming the first. None values are skipped.
     """
     named = _named_tensors(params)
-    _check_names([name for name, _ in named], root_rank)
+    check_names("broadcast_parameters", [name for name, _ in named], root_rank)
     with torch.no_grad():
         handles = []
         for name, tensor in named:
@@ -69,18 +69,16 @@ def _pair(item: Any) -> tuple[str, Any]:
     return str(name), tensor
 
 
-def _check_names(names: list[str], root_rank: int) -> None:
-    """Every rank's names are root's. Usually 16 bytes per rank; the names themselves travel only when they
-    differ."""
+def check_names(caller: str, names: list[str], root_rank: int) -> None:
+    """Every rank's names are root's, else `MismatchError` on all. Usually 16 bytes per rank; the names
+    themselves travel only when they differ."""
     group = basics.default_group()
     if not 0 <= root_rank < group.size:
-        raise InvalidArgument(
-            f"broadcast_parameters: root_rank={root_rank} is not a rank, there are {group.size}"
-        )
+        raise InvalidArgument(f"{caller}: root_rank={root_rank} is not a rank, there are {group.size}")
     if group.size == 1:
         return
     text = "\n".join(names).encode()
-    label = basics.next_name("broadcast_parameters")
+    label = basics.next_name(caller)
     digests = group.allgather_bytes(hashlib.blake2b(text, digest_size=16).digest(), name=label)
     if len(set(digests)) == 1:
         return
@@ -88,11 +86,7 @@ def _check_names(names: list[str], root_rank: int) -> None:
     root = lists[root_rank]
     for rank, theirs in enumerate(lists):
         if missing := [name for name in root if name not in theirs]:
-            raise MismatchError(
-                f"broadcast_parameters: rank {rank} has no {missing[0]!r}, rank {root_rank} has"
-            )
+            raise MismatchError(f"{caller}: rank {rank} has no {missing[0]!r}, rank {root_rank} has")
         if extra := [name for name in theirs if name not in root]:
-            raise MismatchError(
-                f"broadcast_parameters: rank {rank} has {extra[0]!r}, rank {root_rank} has not"
-            )
-    raise MismatchError("broadcast_parameters: ranks pass the same names in different orders")
+            raise MismatchError(f"{caller}: rank {rank} has {extra[0]!r}, rank {root_rank} has not")
+    raise MismatchError(f"{caller}: ranks pass the same names in different orders")

@@ -1,4 +1,4 @@
-"""The reduction of an optimizer's gradients: two collectives, whatever the number of parameters."""
+"""The reduction of an optimizer's gradients: two collectives, whatever the number of dense parameters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import InvalidArgument
 from ..group import Group, ReduceOp
-from . import buffers
+from . import buffers, sparse
 from .compression import Compression, Compressor
 
 # What a rank says about one gradient. Larger marks win, so that all ranks go on with the same.
@@ -42,17 +41,17 @@ def reduce_gradients(
     marks = np.array([_mark(grad) for grad in grads], dtype=np.uint8)
     marks = group.allreduce(marks, name=f"{label}.has_gradient", op=ReduceOp.Max)
     present = np.flatnonzero(marks).tolist()
-    sparse = np.flatnonzero(marks > _DENSE).tolist()
-    if sparse and not how.sparse_as_dense:
-        raise InvalidArgument(
-            f"the gradient of {names[sparse[0]]} is sparse: pass sparse_as_dense=True to "
-            "DistributedOptimizer, or create the layer with sparse=False"
-        )
+    are_sparse = np.flatnonzero(marks > _DENSE).tolist()
+    apart: list[int] = [] if how.sparse_as_dense else are_sparse
+    if apart:
+        dims = [int(marks[i]) - _DENSE for i in apart]
+        _reduce_sparse(how, group, label, [params[i] for i in apart], dims, [names[i] for i in apart])
+        present = [i for i in present if marks[i] == _DENSE]
     if not present:
         return
     dense = [_dense_gradient(params[i], grads[i]) for i in present]
     _reduce_dense(how, group, label, dense, [f"gradient of {names[i]}" for i in present])
-    for i, grad in zip(present, dense, strict=True) if sparse else ():
+    for i, grad in zip(present, dense, strict=True) if are_sparse else ():
         if marks[i] > _DENSE:
             params[i].grad = grad.to_sparse(int(marks[i]) - _DENSE)
 
@@ -69,6 +68,34 @@ def _dense_gradient(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Ten
     elif grad.layout is not torch.strided:
         grad = grad.to_dense()
     return grad.detach() if grad.requires_grad else grad
+
+
+def _sparse_gradient(param: torch.Tensor, grad: torch.Tensor | None, sparse_dim: int) -> torch.Tensor:
+    if grad is None:
+        shape = param.shape
+        indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=param.device)
+        values = param.detach().new_empty(0, *shape[sparse_dim:])
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+    if grad.layout is torch.sparse_coo and grad.sparse_dim() == sparse_dim:
+        return grad.detach()
+    return grad.detach().to_dense().to_sparse(sparse_dim)
+
+
+def _reduce_sparse(
+    how: Reduction,
+    group: Group,
+    label: str,
+    params: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    names: Sequence[str],
+) -> None:
+    """They travel as they are, whatever the compression."""
+    grads = [_sparse_gradient(p, p.grad, dim) for p, dim in zip(params, dims, strict=True)]
+    if how.prescale != 1.0:
+        grads = [grad * how.prescale for grad in grads]
+    finish = sparse.start(group, grads, [f"{label}.gradient of {name}" for name in names], how.op)
+    for param, grad in zip(params, finish(), strict=True):
+        param.grad = grad if how.postscale == 1.0 else grad * how.postscale
 
 
 def _reduce_dense(

@@ -49,14 +49,17 @@ def DistributedOptimizer(
     optimizer that was made last; an older one that has it too raises `InvalidArgument` when it is used.
 
     Added to the optimizer: `synchronize()` reduces now if that is still to be done; `skip_synchronize()`, a
-    context in which `step()` takes the gradients as they are; `set_backward_passes_per_step(n)`. A copy of
-    the optimizer (`copy.deepcopy`, pickle) has none of this and raises at its first step.
+    context in which `step()` takes the gradients as they are; `no_sync()`, one in which a backward reduces
+    nothing; `set_backward_passes_per_step(n)`. A copy of the optimizer (`copy.deepcopy`, pickle) has none of
+    this and raises at its first step.
 
     named_parameters: names for error texts; if given, unique and for every parameter of the optimizer. op:
     Average, Sum, Min, Max or Product. gradient_predivide_factor f: gradients are divided by f before they are
-    summed and by size/f after (Average only). compression: on the wire. sparse_as_dense: reduce sparse
-    gradients as dense ones; without it they are refused. num_groups, groups: checked and accepted for
-    Horovod's sake; here all gradients are one group. Raises `InvalidArgument` (a `ValueError`).
+    summed and by size/f after (Average only). compression: on the wire, of dense gradients. sparse_as_dense:
+    reduce sparse gradients as dense ones; without it their entries are gathered and added up (Average and Sum
+    only). process_set: the ranks whose gradients are reduced; on others the optimizer stays a plain one.
+    num_groups, groups: checked and accepted for Horovod's sake; here all gradients are one group. Raises
+    `InvalidArgument` (a `ValueError`).
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"expected a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
@@ -65,14 +68,14 @@ def DistributedOptimizer(
     if gradient_predivide_factor != 1.0 and op != ReduceOp.Average:
         raise InvalidArgument("gradient_predivide_factor works with op=Average only")
     check_groups(groups, num_groups)
-    group = basics.group_of(process_set)
+    takes_part = _takes_part(process_set)
     # The core divides by the size between the sum and the postscale.
     scales = 1.0 / gradient_predivide_factor, float(gradient_predivide_factor)
     reduction = Reduction(resolve_op(op, None), *scales, compression, sparse_as_dense)
     drop_refusal(optimizer)
     names = parameter_names(optimizer, named_parameters)
-    distributor = Distributor(optimizer, names, reduction, backward_passes_per_step)
-    if group.size > 1:
+    distributor = Distributor(optimizer, names, reduction, backward_passes_per_step, process_set)
+    if takes_part:
         distributor.attach()
     added = optimizer.__dict__
     added["_hvd"] = distributor
@@ -80,7 +83,13 @@ def DistributedOptimizer(
     for method in (
         distributor.synchronize,
         distributor.skip_synchronize,
+        distributor.no_sync,
         distributor.set_backward_passes_per_step,
     ):
         added[method.__name__] = method
     return optimizer
+
+
+def _takes_part(process_set: Any) -> bool:
+    included = getattr(process_set, "included", None)
+    return (included is None or included()) and basics.group_of(process_set).size > 1

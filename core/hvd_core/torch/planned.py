@@ -188,11 +188,15 @@ def _fits(param: torch.Tensor, grad: torch.Tensor) -> bool:
 
 
 class Arrivals:
-    """The order in which gradients arrive in the first backward."""
+    """The order in which gradients arrive in one backward, and whether any did twice in one."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
         self.has_repeats = False
+
+    def begin(self) -> None:
+        """Another backward of the first step (`backward_passes_per_step`) has begun."""
+        self.order = []
 
     def note(self, position: Any) -> None:
         if position in self.order:

@@ -11,7 +11,7 @@ import torch
 from .. import basics
 from ..basics import global_process_set as _G
 from ..errors import InvalidArgument
-from ..group import BROADCAST, ReduceOp
+from ..group import BROADCAST, Group, ReduceOp
 from . import buffers
 from .buffers import for_core
 from .handles import Joined, register, synchronize
@@ -22,13 +22,12 @@ from .reductions import allreduce
 _BITS = ReduceOp.Sum
 
 
-def _gather(tensors: Tensors, names: Sequence[str], process_set: Any) -> tuple[list[Any], Any]:
+def gather(group: Group, tensors: Tensors, names: Sequence[str]) -> tuple[list[Any], Any]:
     """Submits. Returns the native handles and what makes tensors of their results."""
     for tensor, name in zip(tensors, names, strict=True):
         buffers.check_tensor(tensor, name)
         if tensor.dim() == 0:
             raise InvalidArgument(f"{name}: a 0-d tensor has no rows to gather; pass tensor.reshape(1)")
-    group = basics.group_of(process_set)
     hosts = [for_core(buffers.as_bits(host)) for host in buffers.as_buffers(tensors)]
     handles = [group.allgather_async(host, name=name) for host, name in zip(hosts, names, strict=True)]
 
@@ -44,7 +43,8 @@ def _gather(tensors: Tensors, names: Sequence[str], process_set: Any) -> tuple[l
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = _G) -> int:
     """Starts the concatenation of all ranks' tensors along dimension 0, in rank order. Ranks may have
     different numbers of rows, none included; the other dimensions must agree."""
-    handles, finish = _gather([tensor], [name or basics.next_name("allgather")], process_set)
+    name = name or basics.next_name("allgather")
+    handles, finish = gather(basics.group_of(process_set), [tensor], [name])
     return register(Joined(handles, lambda results: finish(results)[0]))
 
 
@@ -80,7 +80,7 @@ def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_s
     base = name or basics.next_name("grouped_allgather")
     tensors = list(tensors)
     names = [f"{base}_{i}of{len(tensors)}" for i in range(len(tensors))]
-    return register(Joined(*_gather(tensors, names, process_set)))
+    return register(Joined(*gather(basics.group_of(process_set), tensors, names)))
 
 
 def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Any = _G) -> list[torch.Tensor]:

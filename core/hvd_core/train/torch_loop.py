@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import CheckpointError, InvalidArgument, LossError
+from ..torch.batchnorm import SyncBatchNorm
 from . import torch_model, torch_store
 from .columns import ModelFacts
 from .framework import OPTIONAL, RANK_STRIDE, Batch, Readable, Totals
@@ -24,7 +25,6 @@ from .order import micro_batches
 from .ranks import Ranks
 from .shard import Shard
 from .spec import TrainSpec
-from .torch_batchnorm import SyncBatchNorm, convert
 from .torch_model import (
     build_model,
     build_optimizer,
@@ -88,7 +88,7 @@ class TorchFramework:
         torch.manual_seed(spec.seed)
         self.model = build_model(spec)
         if spec.sync_batchnorm and ranks.size > 1:
-            self.model = convert(self.model, ranks)
+            self.model = SyncBatchNorm.convert_sync_batchnorm(self.model)
         self.optimizer = build_optimizer(spec, self.model)
         if ranks.rank:
             torch.manual_seed(spec.seed + RANK_STRIDE * ranks.rank)

@@ -1,0 +1,30 @@
+"""The examples for scripts run as their first lines say, and learn."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def hvdrun(*words: str) -> str:
+    command = [sys.executable, "-m", "hvd_core.launch.hvdrun", "-np", "2", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_digits() -> None:
+    options = ["--epochs", "5", "--fp16-allreduce", "--batches-per-allreduce", "2"]
+    out = hvdrun(str(EXAMPLES / "torch_mnist_like.py"), *options)
+    tests = re.findall(r"^\[0\] test: loss [\d.]+, accuracy ([\d.]+) of 297 rows$", out, re.MULTILINE)
+    assert len(tests) == 5
+    assert float(tests[-1]) > 0.9
+    assert "[1]" not in out  # only rank 0 talks
