@@ -63,6 +63,7 @@ from .reductions import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
+from .sharded import ShardedOptimizer
 from .sparse import sparse_allreduce, sparse_allreduce_async
 from .transfers import (
     allgather,
@@ -94,6 +95,7 @@ __all__ = [
     "MismatchError",
     "Product",
     "ReduceOp",
+    "ShardedOptimizer",
     "Sum",
     "SyncBatchNorm",
     "allgather",
