@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(), help="where the .png goes")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-
     ray.init(num_cpus=args.num_proc, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     print("Joining flights with the weather ...", flush=True)
@@ -79,10 +78,9 @@ def main() -> None:
     print(f"Training on {args.num_proc} ranks ...", flush=True)
     started = time.monotonic()
     model = estimator.fit(ray.data.from_pandas(train))
-    seconds = time.monotonic() - started
+    fit_s = time.monotonic() - started
     scored = model.predict(ray.data.from_pandas(test)).to_pandas()
-    truth, predicted = scored[LABEL], scored["prediction"]
-    quartiles = [0.25, 0.5, 0.75]
+    truth, predicted, quartiles = scored[LABEL], scored["prediction"], [0.25, 0.5, 0.75]
     hours = [
         {"hour": hour, "true": part[LABEL].quantile(quartiles), "predicted": part["prediction"].median()}
         for hour, part in scored.groupby("hour")
@@ -91,7 +89,7 @@ def main() -> None:
     draw(model.history, hours, args.out / "ray_flight_delays.png")
     ray.shutdown()
     print(f"\nrows        {model.result.rows_sent:,} given, {model.result.rows_seen:,} seen in an epoch")
-    print(f"wall clock  fit {seconds:.1f} s")
+    print(f"wall clock  fit {fit_s:.1f} s")
     print("mean absolute error on unseen days, minutes")
     print(f"  hvd, {args.num_proc} ranks  {(predicted - truth).abs().mean():.2f}")
     print(f"  constant median  {(facts.median - truth).abs().mean():.2f}")

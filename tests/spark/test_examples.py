@@ -68,8 +68,8 @@ def test_flights(tmp_path: Path) -> None:
 
 def test_each_fits_a_screen_or_two() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    for name in ("flight_delays.py", "ray_flight_delays.py", "flights.py"):
-        del lengths[name]  # two tables are joined, and a figure is drawn
-    assert len(lengths) == 5 and max(lengths.values()) <= 100, lengths
+    for name in ("flights.py", "flights_spark.py"):
+        del lengths[name]  # what the demos share: two tables are joined, and a figure is drawn
+    assert len(lengths) == 7 and max(lengths.values()) <= 100, lengths
     listed = (EXAMPLES / "README.md").read_text()
     assert all(f"({path.name})" in listed for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
