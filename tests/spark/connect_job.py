@@ -27,6 +27,7 @@ def session() -> Any:
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.dynamicAllocation.enabled", "true")  # which Spark ignores in one process
         .getOrCreate()
     )
 
@@ -81,6 +82,19 @@ def run_cases(spark: Any) -> None:
     tell(case="run", got=hvd_spark.run(jobs.reduce_rank, num_proc=2))
     tell(case="too many", **failure(hvd_spark.run, jobs.reduce_rank, num_proc=4))
     tell(case="raises", **failure(hvd_spark.run, jobs.undefined_name, (tempfile.gettempdir(),), num_proc=2))
+
+
+def preflight_case(spark: Any) -> None:
+    """As on a cluster: what the client can read of the server's settings."""
+    import hvd_spark
+    from hvd_spark import session as ours
+    from tests.spark import jobs
+
+    real, ours.is_local_master = ours.is_local_master, lambda master: False
+    try:
+        tell(case="dynamic", **failure(hvd_spark.run, jobs.reduce_rank, num_proc=2))
+    finally:
+        ours.is_local_master = real
 
 
 def stage_cases(spark: Any, folder: str) -> None:
@@ -196,6 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_cases(spark)
+            preflight_case(spark)
             stage_cases(spark, folder)
             pipeline_cases(spark, folder)
             large_case(spark, folder)

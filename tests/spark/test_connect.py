@@ -28,6 +28,13 @@ def test_run(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_dynamic_allocation_of_the_server(told: dict[str, Any]) -> None:
+    assert told["dynamic"]["kind"] == "PreflightError"
+    assert "spark.dynamicAllocation.enabled=false" in told["dynamic"]["text"]
+    assert told["dynamic"]["took_s"] < 10
+
+
+@pytest.mark.timeout(300)
 def test_r19_slots(told: dict[str, Any]) -> None:
     assert told["too many"]["kind"] == told["busy"]["kind"] == "NotEnoughSlots"
     assert "4 ranks need 4 slots" in told["too many"]["text"] and "has 2" in told["too many"]["text"]
