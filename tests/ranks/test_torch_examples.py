@@ -28,3 +28,17 @@ def test_digits() -> None:
     assert len(tests) == 5
     assert float(tests[-1]) > 0.9
     assert "[1]" not in out  # only rank 0 talks
+
+
+def test_recommender() -> None:
+    errors = re.findall(
+        r"test error ([\d.]+)", hvdrun(str(EXAMPLES / "torch_recommender.py"), "--epochs", "5")
+    )
+    assert len(errors) == 5
+    assert float(errors[-1]) < 0.5 < float(errors[0])
+
+
+def test_transformer() -> None:
+    out = hvdrun(str(EXAMPLES / "torch_transformer.py"), "--sharded")
+    (right,) = re.findall(r"([\d.]+) of the letters are right", out)
+    assert float(right) > 0.95

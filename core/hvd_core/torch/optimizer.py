@@ -92,4 +92,5 @@ def DistributedOptimizer(
 
 def _takes_part(process_set: Any) -> bool:
     included = getattr(process_set, "included", None)
-    return (included is None or included()) and basics.group_of(process_set).size > 1
+    is_outside = included is not None and included() is False
+    return not is_outside and basics.group_of(process_set).size > 1
