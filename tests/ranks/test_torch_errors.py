@@ -10,6 +10,7 @@ import torch
 
 import hvd_core
 import hvd_core.torch as hvd
+from hvd_core import basics
 from hvd_core.errors import HvdError, InvalidArgument
 from hvd_core.world import World, current
 
@@ -148,6 +149,25 @@ def test_ranks_that_differ_are_told_and_ranks_know_where_all_are() -> None:
         assert f"local rank {rank % 2}, pid " in line
         assert line.endswith(f"threads {rank + 1}")
     assert "shared memory" in within and "TCP, ring_streams=" in between and "fp32" in between
+
+
+def h9_bytes() -> int:
+    """What an embedding sends whose batch has each of 500 words a hundred times."""
+    hvd.init()
+    table = torch.nn.Embedding(100_000, 16, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+    words = torch.arange(500).repeat(100) * 7 + hvd.rank()
+    for _ in range(2):
+        before = basics.default_group().stats()["nbytes"]
+        optimizer.zero_grad()
+        table(words).sum().backward()
+        optimizer.step()
+    return int(basics.default_group().stats()["nbytes"] - before)
+
+
+def test_a_sparse_gradient_sends_each_row_once() -> None:
+    for nbytes in hvd_core.run(h9_bytes, num_proc=2):
+        assert 500 * 16 * 4 < nbytes <= 500 * 16 * 4 * 1.2
 
 
 def test_alone() -> None:
