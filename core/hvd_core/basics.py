@@ -6,22 +6,22 @@ Thread-safe. `init` and `shutdown` exclude each other; everything else only read
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidArgument, NotInitialized
+from .process_sets import Names, ProcessSet, ProcessSets
 
 if TYPE_CHECKING:
     from .group import Group
 
 
 class _Session:
-    """From one `init` to its `shutdown`: the Group, and the counters behind the names that users leave out.
+    """From one `init` to its `shutdown`: the Group, its process sets, and the counters behind the names that
+    users leave out.
 
     The counters live here so that they start anew with each Group: ranks that were in an earlier Group and
     ranks that were not still choose the same names.
@@ -29,12 +29,12 @@ class _Session:
 
     def __init__(self, group: Group):
         self.group = group
-        self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._lock = threading.Lock()
+        self.sets = ProcessSets(group)
+        self.next_name = Names().next
 
-    def next_name(self, kind: str) -> str:
-        with self._lock:
-            return f"{kind}.noname.{next(self._counters[kind])}"
+    def close(self) -> None:
+        self.sets.close()
+        self.group.close()
 
 
 _lock = threading.RLock()
@@ -53,19 +53,22 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Connects this process to the other ranks of the job; blocks until all of them have called it.
 
     The launcher (`hvd_core.run`, `HorovodEstimator`, torchrun, mpirun, srun, ...) has said who they are;
-    without one the size is 1. A second call is a no-op; `init` after `shutdown` connects again. `comm` (MPI
-    communicators and lists of ranks) and `process_sets` are not supported and must be left out. Raises
-    `PeerLost` or `CollectiveTimeout` when the others do not come.
+    without one the size is 1. A second call is a no-op; `init` after `shutdown` connects again.
+    `process_sets`: a list of `ProcessSet`s or lists of ranks to add, the same on all ranks, or Horovod's
+    "dynamic", which says that some may be added later and is not needed here. `comm` (MPI communicators and
+    lists of ranks) is not supported and must be left out. Raises `PeerLost` or `CollectiveTimeout` when the
+    others do not come.
     """
     global _session, _atexit_registered
     if comm is not None:
         raise InvalidArgument(
             "init(comm=...) is not supported: the ranks of a job are chosen by its launcher"
         )
-    if process_sets is not None and (isinstance(process_sets, str) or list(process_sets)):
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise InvalidArgument(
-            "init(process_sets=...) is not supported yet: all collectives run over all ranks"
+            f"init(process_sets={process_sets!r}): pass a list of process sets or 'dynamic'"
         )
+    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     with _lock:
         if _session is not None:
             return
@@ -73,7 +76,14 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
         if not world.is_set():
             world.set_current(rendezvous.world_of_launcher())
-        _session = _Session(world.current().connect())
+        session = _Session(world.current().connect())
+        try:
+            for ranks in sets:
+                session.sets.add(ranks)
+        except BaseException:
+            session.close()
+            raise
+        _session = session
         if not _atexit_registered:
             atexit.register(shutdown)
             _atexit_registered = True
@@ -87,7 +97,7 @@ def shutdown() -> None:
     with _lock:
         session, _session = _session, None
         if session is not None:
-            session.group.close()
+            session.close()
 
 
 def is_initialized() -> bool:
@@ -100,10 +110,10 @@ def default_group() -> Group:
     return _current().group
 
 
-def next_name(kind: str) -> str:
-    """`kind.noname.N`: the name of a collective whose caller gave none. N counts the calls of this kind since
-    `init`, so ranks must leave names out in the same order."""
-    return _current().next_name(kind)
+def next_name(kind: str, process_set: Any = None) -> str:
+    """`kind.noname.N`: the name of a collective whose caller gave none. N counts the calls of this kind with
+    this process set, so its ranks must leave names out in the same order."""
+    return (process_set if isinstance(process_set, ProcessSet) else _current()).next_name(kind)
 
 
 def rank() -> int:
@@ -162,7 +172,7 @@ def stop_timeline() -> None:
 
 
 class GlobalProcessSet:
-    """All ranks: the only process set there is so far. Use the instance `global_process_set`."""
+    """All ranks. Use the instance `global_process_set`."""
 
     process_set_id = 0
 
@@ -193,6 +203,25 @@ def group_of(process_set: Any) -> Group:
         return session.group  # nearly always
     if process_set is global_process_set or process_set is None or isinstance(process_set, GlobalProcessSet):
         return _current().group
-    raise InvalidArgument(
-        f"process_set={process_set!r} is not supported yet: pass global_process_set or leave it out"
-    )
+    if isinstance(process_set, ProcessSet):
+        return process_set.group
+    raise InvalidArgument(f"process_set={process_set!r} is no process set: pass what add_process_set returns")
+
+
+def root_in(process_set: Any, root_rank: int) -> int:
+    """A `root_rank=` argument, which is a rank of the whole job, as a rank of the Group of `process_set`."""
+    return process_set.root(root_rank) if isinstance(process_set, ProcessSet) else root_rank
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Makes some ranks a process set, for `process_set=` arguments. Every rank of the job calls it with the
+    same ranks, whether it is one of them or not, and waits for the others; sets are added and removed in one
+    order on all. Raises `InvalidArgument` if there is a set of these ranks, `MismatchError` on all ranks if
+    they were given others."""
+    return _current().sets.add(process_set)
+
+
+def remove_process_set(process_set: Any) -> bool:
+    """Ends a process set: what is pending in it raises `GroupClosed`. Every rank of the job calls it, and
+    waits for the others. False for `global_process_set` and what is not known, which stay as they are."""
+    return _current().sets.remove(process_set)

@@ -34,6 +34,11 @@ class HorovodInternalError(HvdError, RuntimeError):
     """A collective did not complete. The text names the rank at fault."""
 
 
+class NotReducible(InvalidArgument, HorovodInternalError):
+    """A reduction that there is not, of this tensor or with this operation. Found on this rank before
+    anything was sent; also a `HorovodInternalError`, which is what Horovod raises for it."""
+
+
 class MismatchError(HorovodInternalError):
     """Ranks submitted one name with different shapes, dtypes, operations, ... A program bug; the Group lives
     on."""

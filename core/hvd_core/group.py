@@ -9,8 +9,11 @@ float64.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 
 from . import _native
 from .config import Config
-from .errors import GroupClosed, HorovodInternalError, InvalidArgument
+from .errors import GroupClosed, HorovodInternalError, HvdError, InvalidArgument, MismatchError
 from .limits import cpu_quota, free_memory
 
 
@@ -39,9 +42,17 @@ Average, Sum, Adasum, Min, Max, Product = ReduceOp
 _DYNAMIC = "DYNAMIC"
 
 # core/src/scheduler/request.h: enum Op
-ALLREDUCE, ALLGATHER, BROADCAST, BARRIER = range(4)
+ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, _PLAN, ALLTOALL, REDUCESCATTER = range(7)
 
 Handle = _native.Handle
+
+
+def rows_of(rows: int, rank: int, size: int) -> range:
+    """Which of so many rows `rank` of `size` gets in a reducescatter: as many as the others, and the first
+    ranks one more where that does not come out even."""
+    each, more = divmod(rows, size)
+    begin = rank * each + min(rank, more)
+    return range(begin, begin + each + (rank < more))
 
 
 class Listener:
@@ -82,6 +93,25 @@ class Listener:
         self._native = None
 
 
+@dataclass(frozen=True)
+class _Meeting:
+    """How the ranks of a Group met."""
+
+    listener: Listener | None
+    endpoints: tuple[str, ...]
+    token: bytes
+    epoch: int
+    config: Config
+
+    def of(self, ranks: Sequence[int], number: int) -> _Meeting:
+        """Of some of them, for the `number`-th time: under an epoch that no other Group has."""
+        key = f"{self.epoch} {number}".encode()
+        epoch = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+        endpoints = tuple(self.endpoints[rank] for rank in ranks)
+        config = replace(self.config, timeline="")  # has one writer
+        return replace(self, endpoints=endpoints, epoch=epoch, config=config)
+
+
 class Group:
     """The ranks of a job. Make it with `connect` or `solo`; usable from any thread of the process that did.
 
@@ -90,8 +120,10 @@ class Group:
     it.
     """
 
-    def __init__(self, native: _native.Group):
+    def __init__(self, native: _native.Group, meeting: _Meeting):
         self._native = native
+        self._meeting = meeting
+        self._splits = itertools.count()
         self._pid = os.getpid()
         self._closed = False
         self.rank: int = native.rank
@@ -128,16 +160,22 @@ class Group:
         dies meanwhile.
         """
         config = config or Config.from_env()
+        return cls._connect(_Meeting(listener, tuple(endpoints), token, epoch, config), rank, "")
+
+    @classmethod
+    def _connect(cls, meeting: _Meeting, rank: int, note: str) -> Group:
+        """`note` goes behind every error of the Group."""
+        listener, config = meeting.listener, meeting.config
         if config.kernels:
             _native.use_kernels(config.kernels)
-        if len(endpoints) > 1:
+        if len(meeting.endpoints) > 1:
             _check_room(8 * config.chunk_bytes, f"chunk_bytes={config.chunk_bytes} (HVD_CHUNK_BYTES)")
         native = _native.Group.connect(
             listener.native if listener is not None else None,
-            list(endpoints),
+            list(meeting.endpoints),
             rank,
-            token,
-            epoch,
+            meeting.token,
+            meeting.epoch,
             config.fusion_bytes,
             config.chunk_bytes,
             config.connect_timeout_s,
@@ -149,13 +187,51 @@ class Group:
             "" if config.timeline == _DYNAMIC else config.timeline,
             config.timeline_mark_cycles != 0,
             cpu_quota() or 0.0,
+            note,
         )
-        return cls(native)
+        return cls(native, meeting)
 
     @classmethod
     def solo(cls, config: Config | None = None) -> Group:
         """A Group of this process alone."""
         return cls.connect(None, ["solo"], rank=0, token=b"", config=config)
+
+    def split(self, ranks: Sequence[int]) -> Group | None:
+        """A Group of some ranks of this one, in the order of their numbers; None on the others. Every rank of
+        this Group calls it with the same ranks and waits for the others. The new Group is as independent as
+        any: it counts its ranks from 0, also in errors, and is to be closed by itself.
+
+        Raises `MismatchError` on all ranks if they were given other ranks, and on all what kept one of them
+        from connecting.
+        """
+        members = sorted(set(ranks))
+        if not members or members[0] < 0 or members[-1] >= self.size:
+            raise InvalidArgument(f"split({list(ranks)}): pass ranks of this Group, 0 to {self.size - 1}")
+        number = next(self._splits)
+        texts = self.allgather_bytes(repr(members).encode(), name=f"split.{number}.ranks")
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise MismatchError(
+                    f"split: rank {rank} has the ranks {text.decode()}, rank 0 has {texts[0].decode()}"
+                )
+        part: Group | None = None
+        failure: HvdError | None = None
+        if self.rank in members:
+            note = f" (in a set of ranks, counted from 0: they are {', '.join(map(str, members))} of all)"
+            try:
+                meeting = self._meeting.of(members, number)
+                part = self._connect(meeting, members.index(self.rank), note)
+            except HvdError as error:
+                failure = error
+        # A listener serves one set after the other.
+        ends = self.allgather_bytes(str(failure or "").encode(), name=f"split.{number}.end")
+        for rank, text in enumerate(ends):
+            if not text:
+                continue
+            if part is not None:
+                part.close()
+            raise failure or HorovodInternalError(f"split: rank {rank} did not connect: {text.decode()}")
+        return part
 
     # -- collectives -----------------------------------------------------------------------------------------
 
@@ -209,9 +285,43 @@ class Group:
         result = array if out is None else out
         return self._native.start(self, BROADCAST, name, array, result, ReduceOp.Sum, 1.0, 1.0, root)
 
+    def alltoall_async(self, array: Any, *, splits: Sequence[int] | None = None, name: str) -> Handle:
+        """Starts sending each rank its part of `array`'s rows: the first `splits[0]` to rank 0, the next
+        `splits[1]` to rank 1, and so on; as many to each without `splits`. Numbers of rows may differ between
+        ranks, the other dimensions must agree. The handle gives the rows that came, in rank order, as
+        `allgather_async` gives them, and a list of how many came from each rank.
+
+        Raises `InvalidArgument` unless there is a split for each rank and they add up to the rows there are.
+        """
+        return self._native.start_alltoall(self, name, array, None if splits is None else list(splits))
+
+    def reducescatter_async(
+        self,
+        array: Any,
+        *,
+        name: str,
+        op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Any = None,
+    ) -> Handle:
+        """Starts an `allreduce_async` of which this rank gets its rows only: `rows_of(len(array), rank,
+        size)`, the same bits. Its handle gives `out`, which is made if None; only for a numpy `array` it may
+        be."""
+        result = self._share_of(array, name) if out is None else out
+        return self._native.start(self, REDUCESCATTER, name, array, result, op, prescale, postscale, 0)
+
     def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> None:
         """Returns once all ranks have called it."""
         self._native.barrier(name, timeout_s)
+
+    def join(self, timeout_s: float | None = None) -> int:
+        """Says that this rank has nothing more for the others, and returns once all ranks have called it: the
+        rank that did so last. Until then the others' collectives do without it: it counts as zeros in a
+        reduction, whose averages are still divided by `size`, as no rows in an allgather and alltoall, and
+        takes what a broadcast or a reducescatter gives it without anybody's seeing it. A broadcast whose root
+        has joined raises `MismatchError`. Not for plans."""
+        return self._native.join(timeout_s)
 
     # A blocking call runs on the caller's thread, so it is more than start and wait.
 
@@ -233,6 +343,40 @@ class Group:
     def allgather(self, array: Any, *, name: str, timeout_s: float | None = None) -> Any:
         """`allgather_async(array, name=name).wait(timeout_s)`."""
         return self._native.run(ALLGATHER, name, array, None, ReduceOp.Sum, 1.0, 1.0, 0, timeout_s)
+
+    def alltoall(
+        self,
+        array: Any,
+        *,
+        splits: Sequence[int] | None = None,
+        name: str,
+        timeout_s: float | None = None,
+    ) -> tuple[Any, list[int]]:
+        """`alltoall_async(array, splits=splits, name=name).wait(timeout_s)`."""
+        received: tuple[Any, list[int]] = self.alltoall_async(array, splits=splits, name=name).wait(timeout_s)
+        return received
+
+    def reducescatter(
+        self,
+        array: Any,
+        *,
+        name: str,
+        op: ReduceOp = ReduceOp.Sum,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Any = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """`reducescatter_async(array, ...).wait(timeout_s)`."""
+        result = self._share_of(array, name) if out is None else out
+        return self._native.run(REDUCESCATTER, name, array, result, op, prescale, postscale, 0, timeout_s)
+
+    def _share_of(self, array: Any, name: str) -> np.ndarray:
+        if not isinstance(array, np.ndarray):
+            raise InvalidArgument(f"{name}: pass out= for what is not a numpy array")
+        if array.ndim == 0:
+            raise InvalidArgument(f"{name}: reducescatter needs at least one dimension")
+        return np.empty((len(rows_of(len(array), self.rank, self.size)), *array.shape[1:]), array.dtype)
 
     def broadcast(
         self, array: Any, *, root: int, name: str, out: Any = None, timeout_s: float | None = None

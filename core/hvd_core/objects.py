@@ -26,9 +26,10 @@ def broadcast_object(
     pickle.
     """
     group = basics.group_of(process_set)
+    root_rank = basics.root_in(process_set, root_rank)
     if not 0 <= root_rank < group.size:
         raise InvalidArgument(f"root_rank={root_rank} is not a rank: there are {group.size}")
-    name = name or basics.next_name("broadcast_object")
+    name = name or basics.next_name("broadcast_object", process_set)
     is_root = group.rank == root_rank
     message = group.broadcast_bytes(_dumps(obj) if is_root else None, root=root_rank, name=name)
     received = _loads(message, root_rank, only_check=is_root)
@@ -41,7 +42,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
     Raises `NotPicklable` on every rank, naming the rank, when an object does not pickle.
     """
     group = basics.group_of(process_set)
-    name = name or basics.next_name("allgather_object")
+    name = name or basics.next_name("allgather_object", process_set)
     messages = group.allgather_bytes(_dumps(obj), name=name)
     for rank, message in enumerate(messages):
         _loads(message, rank, only_check=True)

@@ -13,6 +13,36 @@ constexpr size_t kMaxNameBytes = 4096;
 // How long the end of a timeline waits for the notes of other ranks.
 constexpr auto kLastNotes = std::chrono::seconds(2);
 
+// Of an alltoall without splits.
+Result<std::vector<int64_t>> EqualSplits(const Member& member, int size) {
+  if (member.shape.empty()) return std::vector<int64_t>();
+  const int64_t each = member.shape[0] / size;
+  if (each * size == member.shape[0]) return std::vector<int64_t>(static_cast<size_t>(size), each);
+  return Status(Code::kInvalid, member.name + ": " + std::to_string(member.shape[0]) +
+                                    " rows cannot be split equally among " + std::to_string(size) +
+                                    " ranks; pass splits");
+}
+
+Status CheckSplits(const Request& request, int size) {
+  const std::vector<int64_t>& splits = request.splits;
+  const Member& member = request.members.front();
+  const auto bad = [&](const std::string& why) { return Status(Code::kInvalid, member.name + ": " + why); };
+  if (splits.size() != static_cast<size_t>(size)) {
+    return bad("there are " + std::to_string(splits.size()) + " splits for " + std::to_string(size) +
+               " ranks; pass one for each");
+  }
+  int64_t left = member.shape[0];
+  for (const int64_t n : splits) {
+    if (n < 0) return bad("the number of rows for a rank is " + std::to_string(n));
+    if (n > left)
+      return bad("the splits add up to more than its " + std::to_string(member.shape[0]) + " rows");
+    left -= n;
+  }
+  if (left == 0) return Status::Ok();
+  return bad("the splits leave " + std::to_string(left) + " of its " + std::to_string(member.shape[0]) +
+             " rows");
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Group>> Group::Connect(Listener* listener, const std::vector<std::string>& endpoints,
@@ -67,12 +97,13 @@ Status Group::Check(const Request& request) const {
   }
   const Scale scale{request.prescale, request.postscale, request.reduce == ReduceOp::kAverage ? size_ : 1};
   for (const Member& member : request.members) {
-    if (request.op == Op::kAllreduce)
+    if (request.op == Op::kAllreduce || request.op == Op::kReducescatter)
       HVD_RETURN_IF_ERROR(CheckReduce(member.dtype, request.reduce, scale).Prepend(member.name));
-    if (request.op == Op::kAllgather && member.shape.empty()) {
-      return Status(Code::kInvalid, member.name + ": an allgather needs at least one dimension");
+    if (NeedsRows(request.op) && member.shape.empty()) {
+      return Status(Code::kInvalid, member.name + ": " + Name(request.op) + " needs at least one dimension");
     }
   }
+  if (request.op == Op::kAlltoall) return CheckSplits(request, size_);
   return Status::Ok();
 }
 
@@ -90,6 +121,11 @@ Location Group::Locate(const Buffer& buffer, size_t nbytes) {
 
 Result<std::shared_ptr<Handle>> Group::Submit(Request request, std::vector<Buffer> buffers, Then then,
                                               std::shared_ptr<Segment> kept) {
+  if (request.op == Op::kAlltoall && request.splits.empty()) {
+    auto equal = EqualSplits(request.members.front(), size_);
+    if (!equal.ok()) return equal.status();
+    request.splits = std::move(equal).value();
+  }
   HVD_RETURN_IF_ERROR(Check(request));
   if (request.op == Op::kAllreduce) {
     for (size_t i = 0; i < buffers.size(); ++i) {

@@ -32,7 +32,8 @@ class Group {
   int size() const { return size_; }
   const Topology& topology() const { return topology_; }
 
-  // Checks the request on this rank (kInvalid) and hands it to the engine. buffers[i] belongs to
+  // Checks the request on this rank (kInvalid) and hands it to the engine; an alltoall without splits gets
+  // equal ones. buffers[i] belongs to
   // request.members[i] and stays valid until the handle is done. Finds out by address what is in the arena.
   // `kept` is memory that the others need to find until then.
   Result<std::shared_ptr<Handle>> Submit(Request request, std::vector<Buffer> buffers,

@@ -95,6 +95,32 @@ TEST(a_relay_brings_every_block_once_and_in_the_order_in_which_it_is_sent) {
   }
 }
 
+TEST(what_hosts_have_for_each_other_passes_the_hosts_between_them_once_and_in_order) {
+  for (int hosts = 1; hosts <= 7; ++hosts) {
+    for (const bool rising : {true, false}) {
+      const int step = rising ? 1 : -1;
+      for (int host = 0; host < hosts; ++host) {
+        const std::vector<Trip> leaving = Departures(host, hosts, rising);
+        size_t expected = 0;
+        for (int from = 0; from < hosts; ++from) {
+          for (int to = 0; to < hosts; ++to) {
+            const bool passes = (host - from) * step >= 0 && (to - host) * step > 0;
+            expected += passes;
+            CHECK_EQ(std::count(leaving.begin(), leaving.end(), Trip{from, to}), passes ? 1 : 0);
+          }
+        }
+        CHECK_EQ(leaving.size(), expected);
+        const int next = host + step;
+        if (next < 0 || next >= hosts) continue;
+        std::vector<Trip> goes_on = leaving, passed = Departures(next, hosts, rising);
+        std::erase_if(goes_on, [&](const Trip& trip) { return trip.to == next; });
+        std::erase_if(passed, [&](const Trip& trip) { return trip.from == next; });
+        CHECK(goes_on == passed);
+      }
+    }
+  }
+}
+
 // -- hosts and ranks --
 
 using Wrap = std::function<std::unique_ptr<Link>(std::unique_ptr<Link>)>;
@@ -403,6 +429,95 @@ TEST(gather_and_broadcast_move_every_byte) {
   }
 }
 
+std::vector<Layout> WithOneHost() {
+  std::vector<Layout> layouts = kLayouts;
+  for (const int ranks : {1, 2, 5}) layouts.push_back({ranks});
+  return layouts;
+}
+
+std::byte AlltoallByte(int from, int to, size_t at) {
+  return static_cast<std::byte>(static_cast<size_t>(from * 31 + to * 17) + at * 7 + at / 251);
+}
+
+// On one rank; checks every byte.
+Status AlltoallOnce(Collectives& collectives, const Traffic& traffic, int rank, int size) {
+  Bytes in, expected;
+  for (int peer = 0; peer < size; ++peer) {
+    for (size_t i = 0; i < traffic.at(rank, peer); ++i) in.push_back(AlltoallByte(rank, peer, i));
+    for (size_t i = 0; i < traffic.at(peer, rank); ++i) expected.push_back(AlltoallByte(peer, rank, i));
+  }
+  const Bytes sent = in;
+  Bytes out(expected.size());
+  HVD_RETURN_IF_ERROR(collectives.Alltoall(in.data(), out.data(), traffic));
+  CHECK(out == expected);
+  CHECK(in == sent);
+  return Status::Ok();
+}
+
+Traffic Uneven(int size, size_t unit) {
+  Traffic traffic(size);
+  for (int from = 0; from < size; ++from) {
+    for (int to = 0; to < size; ++to)
+      traffic.at(from, to) = static_cast<size_t>((from * 7 + to * 3) % 5) * unit;
+  }
+  return traffic;
+}
+
+TEST(alltoall_brings_every_rank_what_is_for_it) {
+  std::atomic<unsigned> seed{1};
+  for (const Layout& layout : WithOneHost()) {
+    const int size = SizeOf(layout);
+    for (const bool dribbles : {false, true}) {
+      Options options;
+      options.streams = dribbles ? 2 : 3;
+      if (dribbles) {
+        options.wrap = [&](std::unique_ptr<Link> link) {
+          return std::make_unique<DribblingLink>(std::move(link), seed++, 4097);
+        };
+      }
+      Ranks ranks(layout, options);
+      ranks.Run([&](int rank, Collectives& collectives) {
+        for (const size_t unit :
+             {size_t{0}, size_t{1}, size_t{5'001}, dribbles ? size_t{300} : size_t{90'000}})
+          HVD_RETURN_IF_ERROR(AlltoallOnce(collectives, Uneven(size, unit), rank, size));
+        Traffic one(size);  // the last rank has something for the first one, and nobody else for anybody
+        one.at(size - 1, 0) = 70'000;
+        return AlltoallOnce(collectives, one, rank, size);
+      });
+      for (const Status& status : ranks.statuses) CHECK_EQ(status.text(), "");
+    }
+  }
+}
+
+TEST(reduce_scatter_gives_every_rank_its_part_of_the_bits) {
+  unsigned seed = 500;
+  for (const Layout& layout : WithOneHost()) {
+    const int size = SizeOf(layout);
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64, DType::kUInt8}) {
+      for (const size_t count : {0, 1, 5, 1'003, 70'001}) {
+        const ReduceOp op = ++seed % 2 == 0 ? ReduceOp::kAverage : ReduceOp::kSum;
+        const Scale scale{1, 1, op == ReduceOp::kAverage ? size : 1};
+        const Inputs inputs(size, dtype, op, scale, {count}, seed);
+        std::vector<Range> slices;
+        for (int rank = 0; rank < size; ++rank) slices.push_back(RowsOf(count, rank, size));
+        CHECK(slices.front().begin == 0 && slices.back().end == count);
+        CHECK(slices.front().size() - slices.back().size() <= 1);
+        Ranks ranks(layout, {});
+        ranks.Run([&](int rank, Collectives& collectives) {
+          const Range mine = slices[static_cast<size_t>(rank)];
+          const Bytes& in = inputs.of_rank[static_cast<size_t>(rank)];
+          Bytes out(mine.size() * inputs.item);
+          HVD_RETURN_IF_ERROR(collectives.ReduceScatter(in.data(), out.data(), slices, dtype, op, scale));
+          CHECK(std::equal(out.begin(), out.end(),
+                           inputs.expected.begin() + static_cast<ptrdiff_t>(mine.begin * inputs.item)));
+          return Status::Ok();
+        });
+        for (const Status& status : ranks.statuses) CHECK_EQ(status.text(), "");
+      }
+    }
+  }
+}
+
 TEST(one_collective_after_another_on_the_same_links) {
   for (const Layout& layout : kLayouts) {
     Ranks ranks(layout, {});
@@ -414,6 +529,8 @@ TEST(one_collective_after_another_on_the_same_links) {
         std::vector<float> data(count, static_cast<float>(rank + i));
         auto* bytes = reinterpret_cast<std::byte*>(data.data());
         if (random() % 4 == 0) {
+          HVD_RETURN_IF_ERROR(AlltoallOnce(collectives, Uneven(size, count / 8), rank, size));
+        } else if (random() % 4 == 0) {
           const int root = static_cast<int>(random() % static_cast<unsigned>(size));
           HVD_RETURN_IF_ERROR(collectives.Broadcast(root, bytes, bytes, count * 4));
           for (const float value : data) CHECK_EQ(value, static_cast<float>(root + i));
@@ -465,6 +582,33 @@ TEST(a_link_cut_at_any_call_ends_every_rank_in_time_without_a_wrong_sum) {
                                  [](const Status& s) { return s.ok(); }));
     }
     CHECK(failed > 8);  // the sweep did cut
+  }
+}
+
+TEST(a_link_cut_in_an_alltoall_ends_every_rank_in_time) {
+  for (const Layout& layout : {Layout{1, 1, 1}, Layout{2, 2}, Layout{3, 1}}) {
+    int failed = 0;
+    for (int cut = 1; cut < 60; cut += 8) {
+      std::atomic<int> calls_left{cut};
+      Options options;
+      options.wrap = [&](std::unique_ptr<Link> link) {
+        return std::make_unique<BreakingLink>(std::move(link), &calls_left, 20'000);
+      };
+      Ranks ranks(layout, options);
+      const int size = SizeOf(layout);
+      const auto begin = Clock::now();
+      ranks.Run([&](int rank, Collectives& collectives) {
+        for (const size_t unit : {100, 30'000, 100})
+          HVD_RETURN_IF_ERROR(AlltoallOnce(collectives, Uneven(size, unit), rank, size));
+        return Status::Ok();
+      });
+      CHECK(Clock::now() - begin < Seconds(3));
+      for (const Status& status : ranks.statuses) {
+        CHECK(status.ok() || status.code() == Code::kPeerLost || status.code() == Code::kAborted);
+        failed += !status.ok();
+      }
+    }
+    CHECK(failed > 4);
   }
 }
 

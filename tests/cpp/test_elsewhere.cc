@@ -35,10 +35,16 @@ TEST(one_rank_reduces_gathers_and_broadcasts_on_its_own) {
   const auto gathered = group->Submit(Make(Op::kAllgather, {3}), {{from, nullptr}}).value();
   CHECK_EQ(gathered->gathered().size(), 1u);
   CHECK(std::memcmp(gathered->gathered()[0].data.get(), in, sizeof in) == 0);
+  const auto back = group->Submit(Make(Op::kAlltoall, {3}), {{from, nullptr}}).value();
+  CHECK(std::memcmp(back->gathered()[0].data.get(), in, sizeof in) == 0);
+  CHECK(back->gathered()[0].rows == std::vector<int64_t>{3});
+  std::memset(out, 0, sizeof out);
+  CHECK(group->Submit(Make(Op::kReducescatter, {3}), {{from, to}}).value()->done());
+  CHECK(std::memcmp(in, out, sizeof in) == 0);
   Request barrier = Make(Op::kBarrier, {});
   barrier.members.clear();
   CHECK(group->Submit(barrier, {}).value()->done());
-  CHECK_EQ(group->counters().collectives.load(), 4u);
+  CHECK_EQ(group->counters().collectives.load(), 6u);
   CHECK(group->Empty(100).ok());
 }
 

@@ -105,6 +105,90 @@ TEST(allgather_lets_only_the_first_extent_differ) {
   CHECK((negotiator.Decide().in_full[0].rows == std::vector<std::vector<int64_t>>{{2, 5}}));
 }
 
+TEST(alltoall_tells_all_ranks_the_splits_of_all_and_remembers_them) {
+  Request first = Allreduce("a", {3, 4}), second = Allreduce("a", {5, 4});
+  first.op = second.op = Op::kAlltoall;
+  first.splits = {1, 2};
+  second.splits = {5, 0};
+  CHECK(MismatchOf(first, second).empty());
+  Request wider = second;
+  wider.members[0].shape[1] = 7;
+  CHECK_EQ(MismatchOf(first, wider), std::string("a: rank 1 has shape (5, 7), rank 0 has (3, 4)"));
+  Negotiator negotiator(2, 1 << 20);
+  negotiator.Announce(0, first, kNow);
+  negotiator.Announce(1, second, kNow);
+  const std::vector<std::vector<int64_t>> expected{{1, 2}, {5, 0}};
+  CHECK(negotiator.Decide().in_full[0].rows == expected);
+  // One rank has the same again and says so by number, the other one splits otherwise.
+  CHECK(negotiator.Announce(1, CacheId{0}, kNow));
+  first.splits = {3, 0};
+  negotiator.Announce(0, first, kNow);
+  CHECK((negotiator.Decide().in_full[0].rows == std::vector<std::vector<int64_t>>{{3, 0}, {5, 0}}));
+}
+
+Request Join() {
+  Request join;
+  join.op = Op::kJoin;
+  join.name = "join";
+  return join;
+}
+
+TEST(who_has_joined_is_not_waited_for) {
+  Request gather = Allreduce("g", {5, 2});
+  gather.op = Op::kAllgather;
+  Request sent = Allreduce("b", {2});
+  sent.op = Op::kBroadcast;
+  Request split = Allreduce("a", {3});
+  split.op = Op::kAlltoall;
+  split.splits = {1, 2, 0};
+  Negotiator negotiator(3, 1 << 20);
+  for (int rank = 0; rank < 3; ++rank) negotiator.Announce(rank, Allreduce("known", {7}), kNow);
+  CHECK_EQ(negotiator.Decide().ids.size(), 1u);
+  // Announced before, by number and in full: complete when the last one joins.
+  CHECK(negotiator.Announce(1, CacheId{0}, kNow) && negotiator.Announce(2, CacheId{0}, kNow));
+  for (const int rank : {1, 2}) negotiator.Announce(rank, gather, kNow);
+  CHECK(!negotiator.has_ready());
+  negotiator.Announce(0, Join(), kNow);
+  Round round = negotiator.Decide();
+  CHECK_EQ(round.in_full.size(), 2u);
+  for (const Decision& decision : round.in_full) {
+    CHECK_EQ(decision.mismatch, "");
+    CHECK_EQ(decision.stand_in->name, decision.name);
+    if (decision.name == "g") CHECK((decision.rows == std::vector<std::vector<int64_t>>{{0, 5, 5}}));
+    if (decision.name == "g") CHECK((decision.stand_in->members[0].shape == std::vector<int64_t>{0, 2}));
+  }
+  // Later, also by number.
+  for (const int rank : {1, 2}) {
+    CHECK(negotiator.Announce(rank, CacheId{0}, kNow));
+    negotiator.Announce(rank, sent, kNow);
+    negotiator.Announce(rank, split, kNow);
+  }
+  round = negotiator.Decide();
+  CHECK_EQ(round.in_full.size(), 3u);
+  CHECK_EQ(round.in_full[0].name, "known");
+  CHECK_EQ(round.in_full[1].mismatch, "b: its root, rank 0, has joined");
+  CHECK((round.in_full[2].rows == std::vector<std::vector<int64_t>>{{0, 0, 0}, {1, 2, 0}, {1, 2, 0}}));
+  // What the others disagree about names them.
+  negotiator.Announce(1, Allreduce("x", {1}), kNow);
+  negotiator.Announce(2, Allreduce("x", {2}), kNow);
+  CHECK_EQ(negotiator.Decide().in_full[0].mismatch, "x: rank 2 has shape (2,), rank 1 has (1,)");
+  negotiator.Announce(2, Join(), kNow);
+  CHECK(!negotiator.has_ready());
+  CHECK_EQ(negotiator.Waits().size(), 1u);
+  CHECK((negotiator.Waits()[0].missing == std::vector<int>{1}));
+  negotiator.Announce(1, Allreduce("alone", {1}), kNow);
+  CHECK_EQ(negotiator.Decide().in_full.size(), 1u);
+  negotiator.Announce(1, Join(), kNow);
+  round = negotiator.Decide();
+  CHECK((round.in_full[0].rows == std::vector<std::vector<int64_t>>{{1}}));
+  CHECK(!round.in_full[0].stand_in && negotiator.idle());
+  // Then all are waited for again, and numbers hold.
+  for (const int rank : {1, 2}) CHECK(negotiator.Announce(rank, CacheId{0}, kNow));
+  CHECK(!negotiator.has_ready());
+  CHECK(negotiator.Announce(0, CacheId{0}, kNow));
+  CHECK((negotiator.Decide().ids == std::vector<CacheId>{0}));
+}
+
 TEST(fusion_joins_only_what_may_go_together_and_keeps_to_the_limit) {
   std::mt19937 random(11);
   for (int trial = 0; trial < 300; ++trial) {

@@ -206,6 +206,39 @@ TEST(a_name_is_pending_once) {
   });
 }
 
+std::shared_ptr<Handle> Join(Scheduler& scheduler) {
+  Request request;
+  request.op = Op::kJoin;
+  request.name = "join";
+  const auto shared = std::make_shared<const Request>(std::move(request));
+  auto handle = std::make_shared<Handle>(shared);
+  CHECK(scheduler.Submit({shared, {}, handle}, Then::kWaits).ok());
+  CHECK(scheduler.Wait(*handle, Clock::time_point::max(), {}));
+  return handle;
+}
+
+// Rank r makes r + 1 times as many sums as rank 0 before it joins.
+TEST(ranks_that_have_joined_count_as_zeros) {
+  const int size = 4, each = 15;
+  const Ranks ranks = Connect(size);
+  OnEveryRank(ranks, [&](int rank, Scheduler& scheduler) {
+    for (int epoch = 0; epoch < 3; ++epoch) {
+      for (int i = 0; i < each * (rank + 1); ++i) {
+        Sum sum("s" + std::to_string(i % 7), i % 4 == 0 ? 3000 : 30, rank);
+        CHECK(sum.Submit(scheduler, i % 2 == 0 ? Then::kWaits : Then::kGoesOn).ok());
+        CHECK(scheduler.Wait(*sum.handle, Clock::time_point::max(), {}));
+        float expected = 0;
+        for (int r = i / each; r < size; ++r) expected += static_cast<float>(r + 1);
+        CHECK(sum.handle->status().ok());
+        for (const float value : sum.data) CHECK_EQ(value, expected);
+      }
+      const auto handle = Join(scheduler);
+      CHECK(handle->status().ok());
+      CHECK_EQ(handle->gathered()[0].rows[0], int64_t{size - 1});
+    }
+  });
+}
+
 // Every rank but `rank` waits, in two threads; `end` is called there.
 void EndWhileOthersWait(int size, int ender, Code expected, const std::function<void(Scheduler&)>& end) {
   for (const bool again : {false, true}) {

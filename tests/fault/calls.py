@@ -39,6 +39,34 @@ def add_until_it_fails(group: Group, count: int) -> tuple[str, str, float]:
         return type(error).__name__, str(error), time.monotonic()
 
 
+def repeat_until_it_fails(group: Group, form: str, rows: int) -> tuple[str, str, float]:
+    """The same for an alltoall or a reducescatter of `rows` rows for each rank."""
+    array = np.full((rows * group.size, 2), group.rank, np.float32)
+    try:
+        while True:
+            if form == "alltoall":
+                came, _ = group.alltoall(array, name="x")
+                assert (came == np.repeat(np.arange(group.size), rows)[:, None]).all()
+            else:
+                assert (group.reducescatter(array, name="x") == sum(range(group.size))).all()
+    except (PeerLost, Aborted, GroupClosed, CollectiveTimeout) as error:
+        return type(error).__name__, str(error), time.monotonic()
+
+
+_parts: list[Group | None] = []
+
+
+def split(group: Group, ranks: list[int]) -> bool:
+    _parts.append(group.split(ranks))
+    return _parts[-1] is not None
+
+
+def add_in_the_part_until_it_fails(group: Group, count: int) -> tuple[str, str, float]:
+    part = _parts[-1]
+    assert part is not None
+    return add_until_it_fails(part, count)
+
+
 _pending: dict[str, Handle] = {}
 
 

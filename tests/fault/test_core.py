@@ -24,6 +24,7 @@ from .calls import (
     add,
     add_after_a_long_phase,
     add_again_after_death,
+    add_in_the_part_until_it_fails,
     add_until_it_fails,
     close,
     disagree,
@@ -32,6 +33,8 @@ from .calls import (
     gather_more_than_memory,
     hold_the_gil_then_add,
     is_done_within,
+    repeat_until_it_fails,
+    split,
     start_adding,
     wait_for_ctrl_c,
     wait_for_death,
@@ -57,6 +60,41 @@ def test_a_killed_rank_is_noticed_by_all_within_half_a_second(count: int) -> Non
             assert kind == "PeerLost"
             assert "rank 1" in text
             assert at - killed_at < 0.5
+
+
+@pytest.mark.parametrize("form", ["alltoall", "reducescatter"])
+def test_a_rank_killed_in_what_gives_each_rank_something_else(form: str) -> None:
+    with connected_ranks(3) as ranks:
+        for rank in ranks:
+            rank.start(repeat_until_it_fails, form, 300_000)
+        assert not ranks[0].pipe.poll(0.3), "they were to be in the middle of it"
+        killed_at = ranks[1].kill()
+        for survivor in (ranks[0], ranks[2]):
+            kind, text, at = survivor.result()
+            assert kind == "PeerLost"
+            assert "rank 1" in text
+            assert "'x'" in text
+            assert at - killed_at < 0.5
+
+
+def test_a_rank_killed_in_a_set_is_noticed_there_and_outside() -> None:
+    with connected_ranks(3) as ranks:
+        for rank in ranks:
+            rank.start(split, [0, 2])
+        assert [rank.result() for rank in ranks] == [True, False, True]
+        for rank in (ranks[0], ranks[2]):
+            rank.start(add_in_the_part_until_it_fails, 1_000_000)
+        ranks[1].start(wait_for_death)
+        assert not ranks[0].pipe.poll(0.3), "they were to be in the middle of it"
+        killed_at = ranks[2].kill()
+        kind, text, at = ranks[0].result()
+        assert kind == "PeerLost"
+        assert "lost rank 1" in text
+        assert "counted from 0: they are 0, 2 of all" in text
+        assert at - killed_at < 0.5
+        reason, at = ranks[1].result()
+        assert "lost rank 2" in str(reason)
+        assert at - killed_at < 0.5
 
 
 def test_death_is_noticed_without_a_collective_and_stays() -> None:

@@ -232,8 +232,9 @@ std::vector<std::string> Corpus() {
   Request gather{.op = Op::kAllgather, .name = "predictions", .members = {matrix}};
   Request sent{.op = Op::kBroadcast, .name = "weights", .root = 1, .members = {scalar}};
   const Request end{.op = Op::kBarrier, .name = "end"};
+  const Request routed{.op = Op::kAlltoall, .name = "tokens", .members = {matrix}, .splits = {3, 1}};
   std::vector<Announcement> all;
-  for (const Request& request : {sum, group, gather, sent, end}) all.push_back({.request = request});
+  for (const Request& request : {sum, group, gather, sent, end, routed}) all.push_back({.request = request});
   all.push_back({.id = 7});
   add(FuzzAnnouncements, Serialize(std::vector<Announcement>{}));
   add(FuzzAnnouncements, Serialize(all));

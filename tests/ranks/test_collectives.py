@@ -15,6 +15,7 @@ import torch
 import hvd_core
 from hvd_core import Average, Config, Group, Max, Min, Product, Sum, World
 from hvd_core.errors import CollectiveTimeout, InvalidArgument
+from hvd_core.group import rows_of
 from hvd_core.world import current
 
 pytestmark = pytest.mark.timeout(90)
@@ -104,6 +105,30 @@ def _other_collectives() -> list[str]:
                 g.broadcast(array, root=root, name=f"broadcast.{np.dtype(dtype).name}.{root}", out=out)
                 check(f"broadcast {dtype}", np.array_equal(out, _values(dtype, 50_021, root)))
                 check(f"broadcast {dtype} in", np.array_equal(array, _values(dtype, 50_021, g.rank)))
+            # Everybody has another number of rows for everybody; some have none.
+            splits = [[(sender * 5 + to * 3) % 4 * 1_001 for to in range(g.size)] for sender in range(g.size)]
+            rows = [
+                _values(dtype, 2 * sum(mine), sender).reshape(-1, 2) for sender, mine in enumerate(splits)
+            ]
+            starts = [sum(splits[sender][: g.rank]) for sender in range(g.size)]
+            expected = [rows[s][b : b + splits[s][g.rank]] for s, b in enumerate(starts)]
+            came, counts = g.alltoall(rows[g.rank], splits=splits[g.rank], name=f"to.{np.dtype(dtype).name}")
+            check(f"alltoall {dtype}", came.dtype == dtype and np.array_equal(came, np.concatenate(expected)))
+            check(f"alltoall {dtype} rows", counts == [splits[s][g.rank] for s in range(g.size)])
+        for dtype, op, count in itertools.product(INTS + FLOATS, [Average, Sum, Min, Max, Product], COUNTS):
+            name = f"scatter.{np.dtype(dtype).name}.{op.name}.{count}"
+            whole = _reduced([_values(dtype, count, rank) for rank in range(g.size)], op)
+            rows = list(rows_of(count, g.rank, g.size))
+            mine = _values(dtype, count, g.rank)
+            part = g.reducescatter(mine, name=name, op=op)
+            check(name, part.tobytes() == whole[rows].tobytes())
+            check(f"{name}: input changed", mine.tobytes() == _values(dtype, count, g.rank).tobytes())
+        equal, counts = g.alltoall(np.arange(2 * g.size) + 100 * g.rank, name="equal")
+        check(
+            "equal splits",
+            equal.tolist() == [100 * s + 2 * g.rank + i for s in range(g.size) for i in (0, 1)],
+        )
+        check("equal splits rows", counts == [2] * g.size)
         by_rank = g.allgather_bytes(b"r" * g.rank, name="b")
         check("bytes by rank", by_rank == [b"r" * r for r in range(g.size)])
         last = g.size - 1
@@ -122,6 +147,9 @@ def _other_collectives() -> list[str]:
         g.allreduce(mine, name="bf16", op=Average)
         total = reduce(torch.add, [x.float() for x in bf16]) / g.size
         check("bf16 averages in float32", torch.equal(mine, total.to(torch.bfloat16)))
+        part = torch.empty(len(rows := rows_of(10_007, g.rank, g.size)), dtype=torch.bfloat16)
+        g.reducescatter(bf16[g.rank], name="bf16 scatter", op=Average, out=part)
+        check("bf16 scatters what it averages", torch.equal(part, mine[rows.start : rows.stop]))
         check(
             "bf16 gathers",
             torch.equal(torch.from_dlpack(g.allgather(mine, name="bf16 g")), torch.cat([mine] * g.size)),
@@ -129,7 +157,7 @@ def _other_collectives() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_other_collectives_equal_numpy(size: int) -> None:
     assert hvd_core.run(_other_collectives, num_proc=size) == [[]] * size
 

@@ -14,6 +14,7 @@ import hvd_core
 import hvd_core.torch as hvd
 from hvd_core import Average, Config, Max, Min, Product, Sum
 from hvd_core.errors import RankFailed
+from hvd_core.group import rows_of
 from hvd_core.world import current
 from tests.ranks.rounding import through
 
@@ -79,6 +80,20 @@ def _everything() -> tuple[tuple[int, ...], str]:
             rows = [_values(np.float32, count * r, r) for r in range(world.size)]
             gathered = group.allgather(rows[world.rank], name=f"allgather.{count}")
             assert np.asarray(gathered).tobytes() == np.concatenate(rows).tobytes()
+        for count in COUNTS:
+            values = _values(np.float32, count, world.rank)
+            part = group.reducescatter(values, name=f"reducescatter.{count}", op=Average)
+            rows = rows_of(count, world.rank, world.size)
+            whole = _oracle(np.float32, count, world.size, Average)
+            assert part.tobytes() == whole[rows.start : rows.stop].tobytes()
+            ranks = range(world.size)
+            splits = [[count // (1 + (2 * s + to) % 5) for to in ranks] for s in ranks]
+            sent = [_values(np.float32, sum(mine), s) for s, mine in enumerate(splits)]
+            came, counts = group.alltoall(sent[world.rank], splits=splits[world.rank], name=f"all.{count}")
+            mine = [(sum(splits[s][: world.rank]), splits[s][world.rank]) for s in ranks]
+            assert counts == [n for _, n in mine]
+            expected = [sent[s][begin : begin + n] for s, (begin, n) in enumerate(mine)]
+            assert came.tobytes() == np.concatenate(expected).tobytes()
         together = [np.full(n, world.rank + n, np.float32) for n in (1, 70_000, 0, 5, 300_000)]
         group.grouped_allreduce_async(together, name="group").wait()
         for array in together:

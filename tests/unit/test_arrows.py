@@ -28,7 +28,9 @@ PYTHON_ARROWS: dict[str, set[str]] = {
         "hvd_core.config",
         "hvd_core.errors",
     },
+    "hvd_core.process_sets": {"hvd_core.group", "hvd_core.errors"},
     "hvd_core.basics": {
+        "hvd_core.process_sets",
         "hvd_core.rendezvous",
         "hvd_core.world",
         "hvd_core.group",
@@ -48,6 +50,7 @@ PYTHON_ARROWS: dict[str, set[str]] = {
         "hvd_core.built",
         "hvd_core.objects",
         "hvd_core.basics",
+        "hvd_core.process_sets",
         "hvd_core.world",
         "hvd_core.group",
         "hvd_core.config",

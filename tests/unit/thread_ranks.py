@@ -22,6 +22,10 @@ class _SessionOfThread:
     def group(self) -> Group:
         return _mine.session.group
 
+    @property
+    def sets(self) -> Any:
+        return _mine.session.sets
+
     def next_name(self, kind: str) -> str:
         return _mine.session.next_name(kind)
 

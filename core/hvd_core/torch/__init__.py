@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from ..basics import (
+    add_process_set,
     cross_rank,
     cross_size,
     global_process_set,
@@ -26,6 +27,7 @@ from ..basics import (
     local_size,
     long_phase,
     rank,
+    remove_process_set,
     shutdown,
     size,
     start_timeline,
@@ -46,6 +48,7 @@ from ..built import (
 from ..errors import HorovodInternalError, MismatchError
 from ..group import ReduceOp
 from ..objects import allgather_object, broadcast_object
+from ..process_sets import ProcessSet
 from .batchnorm import SyncBatchNorm
 from .compression import Compression
 from .functions import broadcast_parameters
@@ -63,6 +66,14 @@ from .reductions import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
+from .scatters import (
+    alltoall,
+    alltoall_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 from .sharded import ShardedOptimizer
 from .sparse import sparse_allreduce, sparse_allreduce_async
 from .transfers import (
@@ -75,6 +86,7 @@ from .transfers import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    join,
 )
 
 Average = ReduceOp.Average
@@ -93,11 +105,13 @@ __all__ = [
     "Max",
     "Min",
     "MismatchError",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "ShardedOptimizer",
     "Sum",
     "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -105,6 +119,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -127,9 +143,12 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "long_phase",
@@ -140,6 +159,9 @@ __all__ = [
     "poll",
     "rank",
     "rocm_built",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "sparse_allreduce",

@@ -20,7 +20,7 @@ import torch
 
 from .. import basics
 from ..errors import InvalidArgument
-from ..group import ALLREDUCE, BROADCAST, ReduceOp
+from ..group import ALLREDUCE, BROADCAST, REDUCESCATTER, ReduceOp
 from . import buffers
 from .buffers import for_core
 from .handles import Joined, register
@@ -47,10 +47,10 @@ def resolve_op(op: int | None, average: bool | None) -> ReduceOp:
 # From a tensor to the core. The native `*_tensor` calls do it all for a plain tensor: on the host,
 # contiguous, without the negative bit, of a torch that tells where its memory is. For anything else they
 # answer NotImplemented, and the long way follows, which knows what is wrong or makes the copies. `output` is
-# the tensor itself, for in place, or what makes a tensor like it. A blocking call goes to the core as one,
-# which then need not wake another thread.
+# the tensor itself, for in place, or what makes the tensor for the result of it. A blocking call goes to the
+# core as one, which then need not wake another thread.
 
-_DEFAULT_NAMES = {ALLREDUCE: "allreduce", BROADCAST: "broadcast"}
+_DEFAULT_NAMES = {ALLREDUCE: "allreduce", BROADCAST: "broadcast", REDUCESCATTER: "reducescatter"}
 
 
 def run(
@@ -64,14 +64,14 @@ def run(
     process_set: Any,
     root: int = 0,
 ) -> Any:
-    name = name or basics.next_name(_DEFAULT_NAMES[kind])
+    name = name or basics.next_name(_DEFAULT_NAMES[kind], process_set)
     group = basics.group_of(process_set)
     native = group._native
     result = native.run_tensor(kind, name, tensor, output, op, prescale_factor, postscale_factor, root)
     if result is not NotImplemented:
         return result
     op = resolve_op(op, None)
-    (source,), (target,), finish = _long_way([tensor], output is tensor, name)
+    (source,), (target,), finish = _long_way([tensor], None if output is tensor else output, name)
     _check_root(root, group.size, name)
     native.run(kind, name, source, target, op, prescale_factor, postscale_factor, root, None)
     return finish()[0]
@@ -88,7 +88,7 @@ def start(
     process_set: Any,
     root: int = 0,
 ) -> int:
-    name = name or basics.next_name(_DEFAULT_NAMES[kind])
+    name = name or basics.next_name(_DEFAULT_NAMES[kind], process_set)
     group = basics.group_of(process_set)
     native = group._native
     started = native.start_tensor(
@@ -97,13 +97,14 @@ def start(
     if started is not NotImplemented:
         return register(started)
     op = resolve_op(op, None)
-    (source,), (target,), finish = _long_way([tensor], output is tensor, name)
+    (source,), (target,), finish = _long_way([tensor], None if output is tensor else output, name)
     _check_root(root, group.size, name)
     started = native.start(group, kind, name, source, target, op, prescale_factor, postscale_factor, root)
     return register(Joined([started], lambda _: finish()[0]))
 
 
 def start_grouped(
+    kind: int,
     tensors: Tensors,
     output: Any,
     name: str | None,
@@ -116,35 +117,36 @@ def start_grouped(
     if not tensors:
         resolve_op(op, None)
         return register(Joined([], lambda _: []))
-    name = name or basics.next_name("grouped_allreduce")
+    name = name or basics.next_name(f"grouped_{_DEFAULT_NAMES[kind]}", process_set)
     group = basics.group_of(process_set)
-    started = group._native.start_tensors(
-        group, ALLREDUCE, name, tensors, output, op, prescale_factor, postscale_factor, 0
+    native = group._native
+    started = native.start_tensors(
+        group, kind, name, tensors, output, op, prescale_factor, postscale_factor, 0
     )
     if started is not NotImplemented:
         return register(started)
     op = resolve_op(op, None)
-    sources, targets, finish = _long_way(tensors, output is None, name)
-    started = group.grouped_allreduce_async(
-        sources, name=name, outs=targets, op=op, prescale=prescale_factor, postscale=postscale_factor
+    sources, targets, finish = _long_way(tensors, output, name)
+    started = native.start_group(
+        group, kind, name, None, sources, targets, op, prescale_factor, postscale_factor, 0
     )
     return register(Joined([started], lambda _: finish()))
 
 
 def _long_way(
-    tensors: Tensors, in_place: bool, name: str
+    tensors: Tensors, output: Callable[[torch.Tensor], torch.Tensor] | None, name: str
 ) -> tuple[list[Any], list[Any], Callable[[], list[torch.Tensor]]]:
-    """What the core reads and writes for these tensors, and what makes the caller's results of it. Raises
-    `InvalidArgument` for what no collective can carry."""
+    """What the core reads and writes for these tensors, and what makes the caller's results of it. `output`
+    is None for in place. Raises `InvalidArgument` for what no collective can carry."""
     for tensor in tensors:
         buffers.check_tensor(tensor, name)
-        if in_place and not tensor.is_contiguous():
+        if output is None and not tensor.is_contiguous():
             raise InvalidArgument(
                 f"{name}: an in-place collective needs a contiguous tensor; use the out-of-place form"
             )
     hosts = buffers.as_buffers(tensors)
     sources = [for_core(host) for host in hosts]
-    if in_place:
+    if output is None:
 
         def write_back() -> list[torch.Tensor]:
             for tensor, host in zip(tensors, hosts, strict=True):
@@ -153,7 +155,7 @@ def _long_way(
             return list(tensors)
 
         return sources, sources, write_back
-    outs = [empty_like(host) for host in hosts]
+    outs = [output(host) for host in hosts]
     devices = [tensor.device for tensor in tensors]
     return (
         sources,

@@ -113,7 +113,9 @@ def grouped_allreduce_async(
     """
     if average is not None:
         op = resolve_op(op, average)
-    return start_grouped(tensors, empty_like, name, op, prescale_factor, postscale_factor, process_set)
+    return start_grouped(
+        ALLREDUCE, tensors, empty_like, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def grouped_allreduce_async_(
@@ -129,7 +131,7 @@ def grouped_allreduce_async_(
     `tensors`."""
     if average is not None:
         op = resolve_op(op, average)
-    return start_grouped(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+    return start_grouped(ALLREDUCE, tensors, None, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(
@@ -144,7 +146,9 @@ def grouped_allreduce_(
     """Reduces `tensors` in place, together, and returns them. Not differentiable."""
     if average is not None:
         op = resolve_op(op, average)
-    return synchronize(start_grouped(tensors, None, name, op, prescale_factor, postscale_factor, process_set))
+    return synchronize(
+        start_grouped(ALLREDUCE, tensors, None, name, op, prescale_factor, postscale_factor, process_set)
+    )
 
 
 def grouped_allreduce(

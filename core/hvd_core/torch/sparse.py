@@ -26,7 +26,7 @@ def sparse_allreduce_async(
     Raises `InvalidArgument` for another op, for which a missing entry is not zero, and another layout; the
     function raises `MismatchError` on all ranks if the shapes differ.
     """
-    name = name or basics.next_name("sparse_allreduce")
+    name = name or basics.next_name("sparse_allreduce", process_set)
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         raise InvalidArgument(f"{name}: expected a sparse COO tensor; pass tensor.to_sparse()")
     finish = start(basics.group_of(process_set), [tensor.detach()], [name], resolve_op(op, None))

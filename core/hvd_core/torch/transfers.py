@@ -43,7 +43,7 @@ def gather(group: Group, tensors: Tensors, names: Sequence[str]) -> tuple[list[A
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = _G) -> int:
     """Starts the concatenation of all ranks' tensors along dimension 0, in rank order. Ranks may have
     different numbers of rows, none included; the other dimensions must agree."""
-    name = name or basics.next_name("allgather")
+    name = name or basics.next_name("allgather", process_set)
     handles, finish = gather(basics.group_of(process_set), [tensor], [name])
     return register(Joined(handles, lambda results: finish(results)[0]))
 
@@ -70,14 +70,15 @@ class _Allgather(torch.autograd.Function):
         name = grad_name(ctx.name)
         averaged = allreduce(grad, name=name, op=ReduceOp.Average, process_set=ctx.process_set)
         group = basics.group_of(ctx.process_set)
-        rows = group.allgather(np.array([ctx.rows]), name=f"{name or basics.next_name('allgather')}.rows")
+        label = name or basics.next_name("allgather", ctx.process_set)
+        rows = group.allgather(np.array([ctx.rows]), name=f"{label}.rows")
         start = int(rows[: group.rank].sum())
         return averaged[start : start + ctx.rows], None, None
 
 
 def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: Any = _G) -> int:
     """Like `allgather_async` for several tensors; one handle, whose result is a list."""
-    base = name or basics.next_name("grouped_allgather")
+    base = name or basics.next_name("grouped_allgather", process_set)
     tensors = list(tensors)
     names = [f"{base}_{i}of{len(tensors)}" for i in range(len(tensors))]
     return register(Joined(*gather(basics.group_of(process_set), tensors, names)))
@@ -95,8 +96,9 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = _G
 ) -> int:
     """Starts overwriting `tensor` with root's; `synchronize(handle)` returns it. Nobody may touch it until
-    then."""
-    return start(BROADCAST, tensor, tensor, name, _BITS, 1.0, 1.0, process_set, root_rank)
+    then. `root_rank` is a rank of the whole job, also with a process set."""
+    root = basics.root_in(process_set, root_rank)
+    return start(BROADCAST, tensor, tensor, name, _BITS, 1.0, 1.0, process_set, root)
 
 
 def broadcast_async(
@@ -104,14 +106,16 @@ def broadcast_async(
 ) -> int:
     """Starts a broadcast into a new tensor; `synchronize(handle)` returns it. `tensor` gives the shape and
     dtype, and on root the values; it must not change until then."""
-    return start(BROADCAST, tensor, empty_like, name, _BITS, 1.0, 1.0, process_set, root_rank)
+    root = basics.root_in(process_set, root_rank)
+    return start(BROADCAST, tensor, empty_like, name, _BITS, 1.0, 1.0, process_set, root)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = _G
 ) -> torch.Tensor:
     """Overwrites `tensor` with root's and returns it. Not differentiable."""
-    return run(BROADCAST, tensor, tensor, name, _BITS, 1.0, 1.0, process_set, root_rank)
+    root = basics.root_in(process_set, root_rank)
+    return run(BROADCAST, tensor, tensor, name, _BITS, 1.0, 1.0, process_set, root)
 
 
 def broadcast(
@@ -119,25 +123,33 @@ def broadcast(
 ) -> torch.Tensor:
     """Returns root's tensor. Differentiable: as in Horovod, root's gradient is the **average** over ranks,
     the others' is zero."""
+    root = basics.root_in(process_set, root_rank)
     if needs_grad(tensor):
-        return apply(_Broadcast, tensor, root_rank, name, process_set)
-    return run(BROADCAST, tensor, empty_like, name, _BITS, 1.0, 1.0, process_set, root_rank)
+        return apply(_Broadcast, tensor, root, name, process_set)
+    return run(BROADCAST, tensor, empty_like, name, _BITS, 1.0, 1.0, process_set, root)
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: Any
+        ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: Any
     ) -> torch.Tensor:
-        ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
-        return run(BROADCAST, tensor, empty_like, name, _BITS, 1.0, 1.0, process_set, root_rank)
+        ctx.root, ctx.name, ctx.process_set = root, name, process_set
+        return run(BROADCAST, tensor, empty_like, name, _BITS, 1.0, 1.0, process_set, root)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         averaged = allreduce(grad, name=grad_name(ctx.name), op=ReduceOp.Average, process_set=ctx.process_set)
-        if basics.group_of(ctx.process_set).rank != ctx.root_rank:
+        if basics.group_of(ctx.process_set).rank != ctx.root:
             averaged = torch.zeros_like(averaged)
         return averaged, None, None, None
+
+
+def join(device: int = -1) -> int:
+    """Says that this rank has no more data, and waits until all ranks have said so; returns the rank that did
+    last. Meanwhile the others' collectives over all ranks do without it; see `Group.join`. `device` is there
+    for Horovod's sake."""
+    return basics.default_group().join()
 
 
 def barrier(process_set: Any = _G) -> None:

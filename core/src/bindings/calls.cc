@@ -52,6 +52,13 @@ Call MakeCall(const How& how, std::string_view name, const View& view, const Buf
           how.root, view.dtype, view.extents(), {},           buffer};
 }
 
+// The result has memory of its own.
+bool Gathers(Op op) { return op == Op::kAllgather || op == Op::kAlltoall; }
+
+Share ShareOf(Op op, const Group& group) {
+  return op == Op::kReducescatter ? Share{group.rank(), group.size()} : Share();
+}
+
 void Expect(Py_ssize_t count, Py_ssize_t expected) {
   if (count == expected) return;
   PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, count);
@@ -68,8 +75,8 @@ GroupFace& FaceOf(PyObject* self) {
 template <class Submit>
 nb::object Started(PyObject* owner, PyObject* self, nb::object input, nb::object output, Op op,
                    Submit submit) {
-  nb::object made = MakeHandle({nb::borrow(owner), nb::borrow(self), std::move(input), std::move(output),
-                                nullptr, op == Op::kAllgather});
+  nb::object made = MakeHandle(
+      {nb::borrow(owner), nb::borrow(self), std::move(input), std::move(output), nullptr, Gathers(op)});
   SetHandle(made, ValueOrRaise(submit()));
   return made;
 }
@@ -84,7 +91,7 @@ nb::object Finished(PyObject* self, std::shared_ptr<Handle> handle, nb::handle i
     if (!handle->done()) face.Keep(handle, nb::borrow(input), nb::borrow(output));
     throw;
   }
-  return ResultOf(*handle, output, op == Op::kAllgather);
+  return ResultOf(*handle, output, Gathers(op));
 }
 
 // -- any arrays -------------------------------------------------------------------------------------------
@@ -100,7 +107,7 @@ PyObject* Run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const std::string_view name = Text(args[1]);
     Buffer buffer;
     View view;
-    LookAt(args[2], args[3], name, &view, &buffer);
+    LookAt(args[2], args[3], ShareOf(how.op, face.group()), name, &view, &buffer);
     auto handle = ValueOrRaise(face.group().Submit(MakeCall(how, name, view, buffer), Then::kWaits));
     return Finished(self, std::move(handle), args[2], args[3], patience, how.op);
   });
@@ -115,7 +122,7 @@ PyObject* Start(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     const std::string_view name = Text(args[2]);
     Buffer buffer;
     View view;
-    LookAt(args[3], args[4], name, &view, &buffer);
+    LookAt(args[3], args[4], ShareOf(how.op, face.group()), name, &view, &buffer);
     return Started(args[0], self, nb::borrow(args[3]), nb::borrow(args[4]), how.op,
                    [&] { return face.group().Submit(MakeCall(how, name, view, buffer), Then::kGoesOn); });
   });
@@ -167,11 +174,12 @@ PyObject* StartGroup(PyObject* self, PyObject* const* args, Py_ssize_t count) {
       throw nb::python_error();
     }
     Several several(how, Text(args[2]), inputs.size());
+    const Share share = ShareOf(how.op, face.group());
     for (size_t i = 0; i < inputs.size(); ++i) {
       std::string member = names ? std::string(Text((*names)[i])) : several.NextName();
       Buffer buffer;
       View view;
-      LookAt(inputs[i], outputs[i], member, &view, &buffer);
+      LookAt(inputs[i], outputs[i], share, member, &view, &buffer);
       several.Add(std::move(member), view, buffer);
     }
     return Started(args[0], self, inputs, outputs, how.op, [&] { return several.Submit(face.group()); });
@@ -198,7 +206,7 @@ bool PlainHow(PyObject* op, PyObject* const* rest, int size, How* how) {
 }
 
 // The views of a tensor and its output, which is made if need be; null if the long way is needed.
-nb::object PlainOutput(nb::handle tensor, nb::handle output, View* view, Buffer* buffer) {
+nb::object PlainOutput(nb::handle tensor, nb::handle output, const Share& share, View* view, Buffer* buffer) {
   if (!LookAtTensor(tensor, view)) return {};
   if (output.is(tensor)) {
     *buffer = {view->data, view->data};
@@ -207,7 +215,7 @@ nb::object PlainOutput(nb::handle tensor, nb::handle output, View* view, Buffer*
   nb::object made = nb::steal(PyObject_CallOneArg(output.ptr(), tensor.ptr()));
   if (!made.is_valid()) throw nb::python_error();
   View out;
-  if (!LookAtTensor(made, &out) || out.dtype != view->dtype || out.nbytes() != view->nbytes()) return {};
+  if (!LookAtTensor(made, &out) || out.dtype != view->dtype || out.nbytes() != share.Of(*view)) return {};
   *buffer = {view->data, out.data};
   return made;
 }
@@ -222,7 +230,7 @@ PyObject* RunTensor(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     View view;
     if (!PyUnicode_Check(args[1]) || !PlainHow(args[0], args + 4, face.group().size(), &how))
       return NotPlain();
-    const nb::object output = PlainOutput(args[2], args[3], &view, &buffer);
+    const nb::object output = PlainOutput(args[2], args[3], ShareOf(how.op, face.group()), &view, &buffer);
     if (!output.is_valid()) return NotPlain();
     const Call call = MakeCall(how, Text(args[1]), view, buffer);
     auto handle = ValueOrRaise(face.group().Submit(call, Then::kWaits));
@@ -240,7 +248,7 @@ PyObject* StartTensor(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     View view;
     if (!PyUnicode_Check(args[2]) || !PlainHow(args[1], args + 5, face.group().size(), &how))
       return NotPlain();
-    nb::object output = PlainOutput(args[3], args[4], &view, &buffer);
+    nb::object output = PlainOutput(args[3], args[4], ShareOf(how.op, face.group()), &view, &buffer);
     if (!output.is_valid()) return NotPlain();
     const Call call = MakeCall(how, Text(args[2]), view, buffer);
     return Started(args[0], self, nb::borrow(args[3]), std::move(output), how.op,
@@ -260,17 +268,42 @@ PyObject* StartTensors(PyObject* self, PyObject* const* args, Py_ssize_t count) 
     const auto tensors = List(args[3]);
     nb::list outputs;
     Several several(how, Text(args[2]), tensors.size());
+    const Share share = ShareOf(how.op, face.group());
     for (const nb::handle tensor : tensors) {
       Buffer buffer;
       View view;
       const nb::handle output = args[4] == Py_None ? tensor : nb::handle(args[4]);
-      nb::object made = PlainOutput(tensor, output, &view, &buffer);
+      nb::object made = PlainOutput(tensor, output, share, &view, &buffer);
       if (!made.is_valid()) return NotPlain();
       several.Add(several.NextName(), view, buffer);
       outputs.append(std::move(made));
     }
     return Started(args[0], self, tensors, std::move(outputs), how.op,
                    [&] { return several.Submit(face.group()); });
+  });
+}
+
+// start_alltoall(owner, name, input, splits): splits, None or a list, are the rows for each rank.
+PyObject* StartAlltoall(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return Called([&] {
+    Expect(count, 4);
+    auto& face = FaceOf(self);
+    const std::string_view name = Text(args[1]);
+    Request request;
+    request.op = Op::kAlltoall;
+    request.name = name;
+    Buffer buffer;
+    View view;
+    LookAt(args[2], Py_None, Share(), name, &view, &buffer);
+    request.members.push_back({request.name, view.dtype, {view.extents().begin(), view.extents().end()}, {}});
+    if (args[3] != Py_None) {
+      const auto splits = List(args[3]);
+      for (const nb::handle rows : splits) request.splits.push_back(Integer(rows.ptr()));
+      if (request.splits.empty())
+        Raise(Status(Code::kInvalid, request.name + ": there are no splits; pass one for each rank"));
+    }
+    return Started(args[0], self, nb::borrow(args[2]), nb::none(), request.op,
+                   [&] { return face.group().Submit(std::move(request), {buffer}, Then::kGoesOn); });
   });
 }
 
@@ -288,6 +321,21 @@ PyObject* Barrier(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
+// join(timeout_s): the last rank that did.
+PyObject* Join(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return Called([&]() -> nb::object {
+    Expect(count, 1);
+    auto& face = FaceOf(self);
+    const Patience patience = PatienceOf(args[0]);
+    Request request;
+    request.op = Op::kJoin;
+    request.name = "hvd.join";
+    const auto handle = ValueOrRaise(face.group().Submit(std::move(request), {}, Then::kWaits));
+    Finished(self, handle, nb::none(), nb::none(), patience, Op::kJoin);
+    return nb::int_(handle->gathered()[0].rows[0]);
+  });
+}
+
 PyMethodDef Method(const char* name, PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr};
 }
@@ -301,7 +349,9 @@ PyMethodDef group_calls[] = {
     Method("run_tensor", RunTensor),
     Method("start_tensor", StartTensor),
     Method("start_tensors", StartTensors),
+    Method("start_alltoall", StartAlltoall),
     Method("barrier", Barrier),
+    Method("join", Join),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -37,7 +37,7 @@ std::unique_ptr<GroupFace> Connect(Listener* listener, const std::vector<std::st
                                    size_t chunk_bytes, double connect_timeout_s, double peer_timeout_s,
                                    double stall_warn_s, double stall_shutdown_s, int ring_streams,
                                    const std::string& wire_dtype, const std::string& timeline,
-                                   bool timeline_mark_cycles, double cpu_quota) {
+                                   bool timeline_mark_cycles, double cpu_quota, const std::string& note) {
   const Credentials me{rank, static_cast<int>(endpoints.size()), std::string(token.c_str(), token.size()),
                        epoch};
   std::optional<Unlocked> unlocked(std::in_place);
@@ -49,6 +49,7 @@ std::unique_ptr<GroupFace> Connect(Listener* listener, const std::vector<std::st
   options.timeline = timeline;
   options.timeline_mark_cycles = timeline_mark_cycles;
   options.cpu_quota = cpu_quota;
+  options.note = note;
   Result<std::unique_ptr<Group>> group = Group::Connect(listener, endpoints, me, options);
   unlocked.reset();
   if (raised || PyErr_CheckSignals() != 0) throw nb::python_error();  // Ctrl-C came meanwhile
@@ -89,7 +90,7 @@ NB_MODULE(_native, m) {
       .def_static("connect", &Connect, "listener"_a.none(), "endpoints"_a, "rank"_a, "token"_a, "epoch"_a,
                   "fusion_bytes"_a, "chunk_bytes"_a, "connect_timeout_s"_a, "peer_timeout_s"_a,
                   "stall_warn_s"_a, "stall_shutdown_s"_a, "ring_streams"_a, "wire_dtype"_a, "timeline"_a,
-                  "timeline_mark_cycles"_a, "cpu_quota"_a)
+                  "timeline_mark_cycles"_a, "cpu_quota"_a, "note"_a)
       .def_prop_ro("rank", [](const GroupFace& face) { return face.group().rank(); })
       .def_prop_ro("size", [](const GroupFace& face) { return face.group().size(); })
       .def_prop_ro("local_rank", [](const GroupFace& face) { return face.group().topology().local_rank; })

@@ -5,6 +5,7 @@
 
 #include "bindings/python.h"
 #include "bindings/torch_type.h"
+#include "collectives/batch.h"
 
 namespace nb = nanobind;
 
@@ -174,8 +175,15 @@ bool LookAtTensor(nb::handle object, View* view) {
   return torch.look != nullptr && FromTable(torch, object, view) && !IsNegative(torch, object);
 }
 
-void LookAt(nb::handle input, nb::handle output, std::string_view name, View* view, Buffer* buffer) {
-  if (output.is(input)) {
+uint64_t Share::Of(const View& view) const {
+  if (size == 1 || view.ndim == 0 || view.shape[0] == 0) return view.nbytes();
+  const auto rows = static_cast<uint64_t>(view.shape[0]);
+  return view.nbytes() / rows * RowsOf(rows, rank, size).size();
+}
+
+void LookAt(nb::handle input, nb::handle output, const Share& share, std::string_view name, View* view,
+            Buffer* buffer) {
+  if (output.is(input) && share.size == 1) {
     LookAtOne(input, true, name, "the array", view);
     *buffer = {view->data, view->data};
     return;
@@ -185,8 +193,11 @@ void LookAt(nb::handle input, nb::handle output, std::string_view name, View* vi
   if (output.is_none()) return;
   View out;
   LookAtOne(output, true, name, "the output", &out);
-  if (out.dtype != view->dtype || out.nbytes() != view->nbytes())
-    Raise(Status(Code::kInvalid, std::string(name) + ": input and output differ in dtype or size"));
+  if (out.dtype != view->dtype || out.nbytes() != share.Of(*view)) {
+    const char* what = share.size == 1 ? ": input and output differ in dtype or size"
+                                       : ": the output is not of the dtype and size of this rank's rows";
+    Raise(Status(Code::kInvalid, std::string(name) + what));
+  }
   buffer->out = out.data;
 }
 

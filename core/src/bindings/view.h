@@ -30,11 +30,17 @@ struct View {
   }
 };
 
+// What the output is of the input: all of it, or its rows for one rank in a reducescatter.
+struct Share {
+  int rank = 0, size = 1;
+  uint64_t Of(const View& view) const;  // in bytes
+};
+
 // The memory of one tensor of a collective: of anything with the buffer protocol or DLPack. A torch tensor
-// that requires grad counts as its detach(). The output is None in an allgather, the input itself for in
-// place. Raises InvalidArgument.
-void LookAt(nanobind::handle input, nanobind::handle output, std::string_view name, View* view,
-            Buffer* buffer);
+// that requires grad counts as its detach(). The output is None where the result gets memory of its own, the
+// input itself for in place. Raises InvalidArgument.
+void LookAt(nanobind::handle input, nanobind::handle output, const Share& share, std::string_view name,
+            View* view, Buffer* buffer);
 
 // Of a torch tensor whose values stand in its memory, on the host, contiguous and of a dtype that can be
 // sent, as quickly as can be. False, without an exception, for anything else, and where torch is older than

@@ -122,7 +122,12 @@ void SetHandle(nb::handle made, std::shared_ptr<Handle> handle) {
 
 nb::object ResultOf(const Handle& handle, nb::handle output, bool gathers) {
   RaiseIfError(handle.status());
-  return gathers ? Gather(handle, 0) : nb::borrow(output);
+  if (!gathers) return nb::borrow(output);
+  nb::object gathered = Gather(handle, 0);
+  if (handle.request().op != Op::kAlltoall) return gathered;
+  nb::list rows;
+  for (const int64_t n : handle.gathered()[0].rows) rows.append(n);
+  return nb::make_tuple(std::move(gathered), std::move(rows));
 }
 
 void BindHandle(nb::module_& m) {

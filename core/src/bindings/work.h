@@ -13,9 +13,9 @@ struct Work {
   nanobind::object owner;   // the Group of hvd_core.group; lives at least as long
   nanobind::object face;    // its GroupFace
   nanobind::object input;   // let go when it is done
-  nanobind::object output;  // the result, but of an allgather
+  nanobind::object output;  // the result, unless it gathers
   std::shared_ptr<Handle> handle;
-  bool gathers;
+  bool gathers;  // the result is memory of its own
 };
 
 // As Python has it: an object of the class Handle. One that was made without a handle gets it before anybody
@@ -23,7 +23,8 @@ struct Work {
 nanobind::object MakeHandle(Work work);
 void SetHandle(nanobind::handle made, std::shared_ptr<Handle> handle);
 
-// The result of a done handle. Raises what it failed with.
+// The result of a done handle: of an alltoall with the rows that came from each rank. Raises what it failed
+// with.
 nanobind::object ResultOf(const Handle& handle, nanobind::handle output, bool gathers);
 
 void BindHandle(nanobind::module_& m);

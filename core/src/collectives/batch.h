@@ -37,6 +37,13 @@ inline Range SliceOf(Range range, size_t item_nbytes, int slice, int slices) {
   return {begin, std::min(range.end, begin + each)};
 }
 
+// The rows of `rank` in a reducescatter: as many for each as can be, and the first ranks get one more.
+inline Range RowsOf(size_t rows, int rank, int size) {
+  const size_t n = static_cast<size_t>(size), r = static_cast<size_t>(rank);
+  const size_t begin = r * (rows / n) + std::min(r, rows % n);
+  return {begin, begin + rows / n + (r < rows % n ? 1 : 0)};
+}
+
 // `part`-th part of `range`, if parts have `each` elements.
 inline Range Part(Range range, size_t each, size_t part) {
   const size_t begin = std::min(range.end, range.begin + part * each);

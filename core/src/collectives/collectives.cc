@@ -218,28 +218,14 @@ Status Collectives::RelayBlocks(std::byte* out, std::span<const size_t> starts, 
     std::vector<Relay::Flow> flows;
     for (const bool rising : {true, false}) {
       const RelayPlan plan = PlanRelay(topology_.host, topology_.hosts(), rising, root);
-      const auto& from = rising ? links_.previous : links_.next;
-      const auto& to = rising ? links_.next : links_.previous;
-      const size_t streams = std::max(from.size(), to.size());
-      std::vector<Relay::Flow> by_stream(streams);
-      for (size_t s = 0; s < streams; ++s) {
-        if (!from.empty()) by_stream[s].from = from[s].get();
-        if (plan.sends) by_stream[s].to = to[s].get();
-        by_stream[s].from_rank = NeighbourRank(rising ? -1 : 1);
-        by_stream[s].to_rank = NeighbourRank(rising ? 1 : -1);
-      }
+      std::vector<Relay::Part> parts;
       for (const int host : plan.hosts) {
-        for (const Chunk& chunk :
-             Chunks(slice_of(host, topology_.local_rank), 1, static_cast<int>(streams))) {
-          Relay::Flow& flow = by_stream[static_cast<size_t>(chunk.stream)];
-          flow.parts.push_back({out + chunk.begin, chunk.count});
-          flow.own += host == topology_.host;
-        }
+        const Range slice = slice_of(host, topology_.local_rank);
+        parts.push_back({{out + slice.begin, slice.size()}, !plan.sends});
       }
-      std::move(by_stream.begin(), by_stream.end(), std::back_inserter(flows));
+      AddFlows(rising, parts, plan.own ? 1 : 0, &flows);
     }
-    Relay relay(std::move(flows));
-    HVD_RETURN_IF_ERROR(Drive(relay, [&] { return relay.done(); }));
+    HVD_RETURN_IF_ERROR(Run(std::move(flows)));
   }
   if (topology_.local_size() == 1) return Status::Ok();
   // Each owner has its slices of the other hosts' blocks; now all ranks of this host get them.
@@ -253,6 +239,33 @@ Status Collectives::RelayBlocks(std::byte* out, std::span<const size_t> starts, 
     HVD_RETURN_IF_ERROR(Allgather(arena_, local_tick_, out + own, block, nbytes));
   }
   return Status::Ok();
+}
+
+void Collectives::AddFlows(bool rising, std::span<const Relay::Part> parts, size_t own,
+                           std::vector<Relay::Flow>* flows) const {
+  const auto& from = rising ? links_.previous : links_.next;
+  const auto& to = rising ? links_.next : links_.previous;
+  std::vector<Relay::Flow> by_stream(std::max(from.size(), to.size()));
+  for (size_t s = 0; s < by_stream.size(); ++s) {
+    if (!from.empty()) by_stream[s].from = from[s].get();
+    if (!to.empty()) by_stream[s].to = to[s].get();
+    by_stream[s].from_rank = NeighbourRank(rising ? -1 : 1);
+    by_stream[s].to_rank = NeighbourRank(rising ? 1 : -1);
+  }
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const auto& [bytes, stays] = parts[p];
+    for (const Chunk& chunk : Chunks({0, bytes.size()}, 1, static_cast<int>(by_stream.size()))) {
+      Relay::Flow& flow = by_stream[static_cast<size_t>(chunk.stream)];
+      flow.parts.push_back({bytes.subspan(chunk.begin, chunk.count), stays});
+      flow.own += p < own;
+    }
+  }
+  std::move(by_stream.begin(), by_stream.end(), std::back_inserter(*flows));
+}
+
+Status Collectives::Run(std::vector<Relay::Flow> flows) {
+  Relay relay(std::move(flows));
+  return Drive(relay, [&] { return relay.done(); });
 }
 
 int Collectives::NeighbourRank(int step) const {
@@ -271,13 +284,12 @@ Status Collectives::Agree() {
     for (const auto& link : step < 0 ? links_.previous : links_.next) {
       const int rank = NeighbourRank(step);
       greetings[flows.size()] = mine;
-      flows.push_back({nullptr, link.get(), -1, rank, {bytes(flows.size())}, 1});
-      flows.push_back({link.get(), nullptr, rank, -1, {bytes(flows.size())}, 0});
+      flows.push_back({nullptr, link.get(), -1, rank, {{bytes(flows.size())}}, 1});
+      flows.push_back({link.get(), nullptr, rank, -1, {{bytes(flows.size())}}, 0});
       ranks.push_back(rank);
     }
   }
-  Relay relay(std::move(flows));
-  HVD_RETURN_IF_ERROR(Drive(relay, [&] { return relay.done(); }));
+  HVD_RETURN_IF_ERROR(Run(std::move(flows)));
   for (size_t i = 0; i < ranks.size(); ++i) {
     const Greeting& theirs = greetings[2 * i + 1];
     const std::string who = "rank " + std::to_string(ranks[i]);

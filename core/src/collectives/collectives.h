@@ -41,6 +41,11 @@ class Collectives {
   Status AllreduceInPlace(std::span<const ArenaPiece> pieces, DType dtype, ReduceOp op, const Scale& scale);
   // nbytes is by rank of the Group.
   Status Gather(const std::byte* in, std::byte* out, std::span<const size_t> nbytes);
+  // What each rank has for the others stands in its `in` in rank order, and what it gets in its `out`.
+  Status Alltoall(const std::byte* in, std::byte* out, const Traffic& traffic);
+  // slices[r], one after another, are the elements of the result that rank r of the Group gets.
+  Status ReduceScatter(const std::byte* in, std::byte* out, std::span<const Range> slices, DType dtype,
+                       ReduceOp op, const Scale& scale);
   // root is a rank of the Group.
   Status Broadcast(int root, const std::byte* in, std::byte* out, size_t nbytes);
 
@@ -68,6 +73,22 @@ class Collectives {
   // `out` already, on each of its ranks. starts[h] is where the block of host h begins, starts[hosts()] the
   // end.
   Status RelayBlocks(std::byte* out, std::span<const size_t> starts, int root);
+  // place[r] is where the bytes of rank r belong.
+  Status AlltoallBetweenHosts(const std::byte* in, std::span<std::byte* const> place, const Traffic& traffic);
+  // On which local rank the bytes of `rank` travel, on every host: its own if it owns a slice. So where hosts
+  // have as many ranks nothing is copied inside a host before it travels.
+  int CarrierOf(int rank) const;
+  size_t ToHost(const Traffic& traffic, int rank, int host) const;
+  using Rooms = std::vector<std::unique_ptr<std::byte[]>>;
+  Status Borrow(const std::byte* in, const Traffic& traffic, Rooms* rooms,
+                std::vector<const std::byte*>* sent);
+  void AddTrips(bool rising, const Traffic& traffic, std::span<const std::byte* const> sent,
+                std::span<std::byte* const> got, Rooms* rooms, std::vector<Relay::Flow>* flows);
+
+  // Cuts `parts`, of which the first `own` are here already, into chunks for the streams of this rank.
+  void AddFlows(bool rising, std::span<const Relay::Part> parts, size_t own,
+                std::vector<Relay::Flow>* flows) const;
+  Status Run(std::vector<Relay::Flow> flows);
 
   template <class Machine, class IsDone>
   Status Drive(Machine& machine, const IsDone& is_done);

@@ -42,4 +42,16 @@ RelayPlan PlanRelay(int host, int hosts, bool rising, int root) {
   return plan;
 }
 
+std::vector<Trip> Departures(int host, int hosts, bool rising) {
+  const int step = rising ? 1 : -1;
+  std::vector<Trip> trips;
+  for (int h = rising ? 0 : hosts - 1;; h += step) {
+    std::erase_if(trips, [h](const Trip& trip) { return trip.to == h; });
+    std::vector<Trip> own;  // who has the longest way goes first
+    for (int to = rising ? hosts - 1 : 0; to != h; to -= step) own.push_back({h, to});
+    trips.insert(trips.begin(), own.begin(), own.end());
+    if (h == host) return trips;
+  }
+}
+
 }  // namespace hvd

@@ -40,4 +40,34 @@ struct RelayPlan {
 inline constexpr int kEveryHost = -1;
 RelayPlan PlanRelay(int host, int hosts, bool rising, int root);
 
+// How many bytes every rank has for every other one.
+class Traffic {
+ public:
+  explicit Traffic(int size) : size_(static_cast<size_t>(size)), nbytes_(size_ * size_) {}
+  size_t& at(int from, int to) {
+    return nbytes_[static_cast<size_t>(from) * size_ + static_cast<size_t>(to)];
+  }
+  size_t at(int from, int to) const { return const_cast<Traffic*>(this)->at(from, to); }
+  // To the ranks first .. end - 1.
+  size_t Sum(int from, int first, int end) const {
+    size_t sum = 0;
+    for (int to = first; to < end; ++to) sum += at(from, to);
+    return sum;
+  }
+
+ private:
+  const size_t size_;
+  std::vector<size_t> nbytes_;
+};
+
+// In an alltoall, what hosts have for each other passes the hosts between them.
+struct Trip {
+  int from, to;  // hosts
+  bool operator==(const Trip&) const = default;
+};
+
+// What leaves `host` in the direction of rising or falling host numbers, in order: what it has itself, then
+// what has come and goes on, in the order in which it came.
+std::vector<Trip> Departures(int host, int hosts, bool rising);
+
 }  // namespace hvd

@@ -16,35 +16,35 @@ Status Allreduce(Arena& arena, const Arena::Tick& tick, std::span<const Piece> p
   return AllreduceStaged(arena, tick, pieces, dtype, op, scale);
 }
 
-Status Allgather(Arena& arena, const Arena::Tick& tick, const std::byte* in, std::byte* out,
-                 std::span<const size_t> nbytes) {
+Status Show(Arena& arena, const Arena::Tick& tick, const std::byte* in, std::span<const size_t> nbytes,
+            std::span<const Take> takes) {
   const size_t chunk = arena.chunk_nbytes();
-  std::vector<size_t> begins;
-  size_t total = 0, longest = 0;
-  for (const size_t n : nbytes) {
-    begins.push_back(total);
-    total += n;
-    longest = std::max(longest, n);
-  }
-  const auto part = [&](int rank, size_t at) {
-    const size_t n = nbytes[static_cast<size_t>(rank)];
-    return at < n ? std::min(chunk, n - at) : 0;
-  };
+  const size_t own = nbytes[static_cast<size_t>(arena.rank())];
+  const size_t longest = *std::max_element(nbytes.begin(), nbytes.end());
   int buffer = 0;
   for (size_t at = 0; at < longest; at += chunk, buffer ^= 1) {
-    if (const size_t n = part(arena.rank(), at); n > 0)
-      std::memcpy(arena.staging(arena.rank(), buffer), in + at, n);
+    if (at < own) std::memcpy(arena.staging(arena.rank(), buffer), in + at, std::min(chunk, own - at));
     HVD_RETURN_IF_ERROR(arena.Beat(tick));
     // Two buffers and one step: who arrives here has copied out chunk c - 1, so chunk c + 1 may overwrite it.
     HVD_RETURN_IF_ERROR(arena.ArriveAndAwait(tick));
-    for (int rank = 0; rank < arena.size(); ++rank) {
-      if (const size_t n = part(rank, at); n > 0) {
-        std::memcpy(out + begins[static_cast<size_t>(rank)] + at, arena.staging(rank, buffer), n);
-      }
+    for (const Take& take : takes) {
+      const size_t from = std::max(at, take.begin), to = std::min(at + chunk, take.begin + take.nbytes);
+      if (from >= to) continue;
+      std::memcpy(take.out + (from - take.begin), arena.staging(take.rank, buffer) + (from - at), to - from);
     }
   }
   // The last chunks are read before anyone may stage something else.
   return arena.ArriveAndAwait(tick);
+}
+
+Status Allgather(Arena& arena, const Arena::Tick& tick, const std::byte* in, std::byte* out,
+                 std::span<const size_t> nbytes) {
+  std::vector<Take> takes;
+  for (const size_t n : nbytes) {
+    takes.push_back({static_cast<int>(takes.size()), 0, n, out});
+    out += n;
+  }
+  return Show(arena, tick, in, nbytes, takes);
 }
 
 Status Broadcast(Arena& arena, const Arena::Tick& tick, int root, const std::byte* in, std::byte* out,

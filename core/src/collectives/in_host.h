@@ -36,6 +36,23 @@ Status AllreduceOneShot(Arena& arena, const Arena::Tick& tick, std::span<const P
 Status AllreduceStaged(Arena& arena, const Arena::Tick& tick, std::span<const Piece> pieces, DType dtype,
                        ReduceOp op, const Scale& scale);
 
+// What a rank wants of the bytes that `rank` shows, and where.
+struct Take {
+  int rank;
+  size_t begin, nbytes;
+  std::byte* out;
+};
+
+// Every rank shows its `in` of nbytes[rank] bytes and takes what it wants of anybody's.
+Status Show(Arena& arena, const Arena::Tick& tick, const std::byte* in, std::span<const size_t> nbytes,
+            std::span<const Take> takes);
+
+// Reduces the ranks' `in` and gives rank r the elements slices[r], which are one after another, in its `out`:
+// the bits of Reduce. The staging buffers hold an element for each rank. Traffic at memory level: about 1 x,
+// the rest stays in L2.
+Status ReduceScatter(Arena& arena, const Arena::Tick& tick, const std::byte* in, std::byte* out,
+                     std::span<const Range> slices, DType dtype, ReduceOp op, const Scale& scale);
+
 // nbytes[r] bytes of rank r are put one after another in rank order into every rank's `out`.
 Status Allgather(Arena& arena, const Arena::Tick& tick, const std::byte* in, std::byte* out,
                  std::span<const size_t> nbytes);

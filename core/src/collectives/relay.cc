@@ -11,12 +11,13 @@ Status LostRank(int rank, const Status& why) {
 
 Relay::Relay(std::vector<Flow> flows) {
   for (Flow& flow : flows) {
-    const auto empty = [](auto part) { return part.empty(); };
+    const auto empty = [](const Part& part) { return part.bytes.empty(); };
     const auto begin = flow.parts.begin();
     const auto own =
         flow.own - static_cast<size_t>(std::count_if(begin, begin + static_cast<ptrdiff_t>(flow.own), empty));
     std::erase_if(flow.parts, empty);
     flows_.push_back({std::move(flow), own});
+    flows_.back().Pass();
   }
 }
 
@@ -38,7 +39,7 @@ Result<bool> Relay::Advance() {
 
 Result<bool> Relay::Receive(Moving& moving) {
   if (!moving.receives()) return false;
-  const auto part = moving.flow.parts[moving.received];
+  const auto part = moving.flow.parts[moving.received].bytes;
   UniqueFd none;
   auto got = moving.flow.from->TryRecv(part.subspan(moving.received_nbytes), &none);
   if (!got.ok()) return LostRank(moving.flow.from_rank, got.status());
@@ -46,19 +47,21 @@ Result<bool> Relay::Receive(Moving& moving) {
   if (moving.received_nbytes == part.size()) {
     ++moving.received;
     moving.received_nbytes = 0;
+    moving.Pass();
   }
   return got.value() > 0;
 }
 
 Result<bool> Relay::Send(Moving& moving) {
   if (!moving.sends()) return false;
-  const auto part = moving.flow.parts[moving.sent];
+  const auto part = moving.flow.parts[moving.sent].bytes;
   auto put = moving.flow.to->TrySend(part.subspan(moving.sent_nbytes), -1);
   if (!put.ok()) return LostRank(moving.flow.to_rank, put.status());
   moving.sent_nbytes += put.value();
   if (moving.sent_nbytes == part.size()) {
     ++moving.sent;
     moving.sent_nbytes = 0;
+    moving.Pass();
   }
   return put.value() > 0;
 }

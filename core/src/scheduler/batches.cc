@@ -1,6 +1,7 @@
 // How a fused batch is run.
 #include <algorithm>
 #include <new>
+#include <numeric>
 
 #include "scheduler/scheduler.h"
 
@@ -36,7 +37,12 @@ Status Scheduler::RunBatch(std::span<const Tensor> batch) {
     }
     case Op::kPlan:
       return RunPlan(running, first.member);
+    case Op::kAlltoall:
+      return RunAlltoall(running);
+    case Op::kReducescatter:
+      return RunReducescatter(running, first.member);
     case Op::kBarrier:
+    case Op::kJoin:
       break;
   }
   return Status::Ok();
@@ -120,31 +126,62 @@ Status Scheduler::Place(const Tensor& tensor, ArenaPiece* piece) {
   return Status::Ok();
 }
 
-Status Scheduler::RunAllgather(const Running& running, uint32_t index) {
-  const Member& member = *doing_;
-  size_t row_nbytes = ItemSize(member.dtype);
-  for (size_t d = 1; d < member.shape.size(); ++d) row_nbytes *= static_cast<size_t>(member.shape[d]);
-  Gathered gathered;
-  gathered.dtype = member.dtype;
-  gathered.shape = member.shape;
-  gathered.shape[0] = 0;
-  std::vector<size_t> nbytes;
-  for (const int64_t n : running.decision->rows[index]) {
-    gathered.shape[0] += n;
-    nbytes.push_back(static_cast<size_t>(n) * row_nbytes);
-  }
-  const size_t total = static_cast<size_t>(gathered.shape[0]) * row_nbytes;
+// For what comes to this rank of the tensor that is worked on: rows[r] rows of rank r.
+Result<Gathered> Scheduler::MakeRoom(const std::vector<int64_t>& rows) {
+  Gathered gathered{nullptr, doing_->dtype, doing_->shape, rows};
+  gathered.shape[0] = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  const size_t total = static_cast<size_t>(gathered.shape[0]) * doing_->row_nbytes();
   gathered.data = std::shared_ptr<std::byte[]>(new (std::nothrow) std::byte[total + 1]);
-  if (gathered.data == nullptr) {
-    return Status(Code::kAborted, "rank " + std::to_string(options_.rank) + " has no memory for the " +
-                                      std::to_string(total) + " bytes of " + Doing());
-  }
+  if (gathered.data != nullptr) return gathered;
+  return Status(Code::kAborted, "rank " + std::to_string(options_.rank) + " has no memory for the " +
+                                    std::to_string(total) + " bytes of " + Doing());
+}
+
+Status Scheduler::RunAllgather(const Running& running, uint32_t index) {
+  const auto& rows = running.decision->rows[index];
+  auto gathered = MakeRoom(rows);
+  if (!gathered.ok()) return gathered.status();
+  std::vector<size_t> nbytes;
+  for (const int64_t n : rows) nbytes.push_back(static_cast<size_t>(n) * doing_->row_nbytes());
   const Submission& submission = *running.submission;
-  HVD_RETURN_IF_ERROR(collectives_.Gather(submission.buffer(index).in, gathered.data.get(), nbytes));
+  HVD_RETURN_IF_ERROR(collectives_.Gather(submission.buffer(index).in, gathered.value().data.get(), nbytes));
   auto& results = submission.handle->results();
   results.resize(running.request->members.size());
-  results[index] = std::move(gathered);
+  results[index] = std::move(gathered).value();
   return Status::Ok();
+}
+
+Status Scheduler::RunAlltoall(const Running& running) {
+  const auto& rows = running.decision->rows;
+  Traffic traffic(options_.size);
+  std::vector<int64_t> received;
+  for (int from = 0; from < options_.size; ++from) {
+    const auto& splits = rows[static_cast<size_t>(from)];
+    received.push_back(splits[static_cast<size_t>(options_.rank)]);
+    for (int to = 0; to < options_.size; ++to)
+      traffic.at(from, to) = static_cast<size_t>(splits[static_cast<size_t>(to)]) * doing_->row_nbytes();
+  }
+  auto gathered = MakeRoom(received);
+  if (!gathered.ok()) return gathered.status();
+  const Submission& submission = *running.submission;
+  HVD_RETURN_IF_ERROR(collectives_.Alltoall(submission.buffer(0).in, gathered.value().data.get(), traffic));
+  submission.handle->results().push_back(std::move(gathered).value());
+  return Status::Ok();
+}
+
+Status Scheduler::RunReducescatter(const Running& running, uint32_t index) {
+  const Request& request = *running.request;
+  const auto rows = static_cast<size_t>(doing_->shape[0]);
+  const size_t row = doing_->row_nbytes() / ItemSize(doing_->dtype);
+  std::vector<Range> slices;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    const Range theirs = RowsOf(rows, rank, options_.size);
+    slices.push_back({theirs.begin * row, theirs.end * row});
+  }
+  const Scale scale{request.prescale, request.postscale,
+                    request.reduce == ReduceOp::kAverage ? options_.size : 1};
+  const Buffer& buffer = running.submission->buffer(index);
+  return collectives_.ReduceScatter(buffer.in, buffer.out, slices, doing_->dtype, request.reduce, scale);
 }
 
 }  // namespace hvd

@@ -302,12 +302,13 @@ void Scheduler::End() {
   Die(Status(Code::kShutdown, "the Group is closed"), false);
 }
 
-void Scheduler::Die(const Status& status, bool tell_peers) {
+void Scheduler::Die(const Status& reason, bool tell_peers) {
   if (tell_peers) {
-    exchange_->PostAll(FrameKind::kAbort, Exchange::AbortPayload(status));
+    exchange_->PostAll(FrameKind::kAbort, Exchange::AbortPayload(reason));
     if (Trace* trace = tracer_.trace()) NotePending(*trace);
     if (!IsCoordinator()) tracer_.Finish();
   }
+  const Status status(reason.code(), std::string(reason.text()) + options_.note);
   std::vector<std::shared_ptr<Handle>> pending;
   {
     MutexLock lock(mutex_);

@@ -129,7 +129,8 @@ Result<std::unique_ptr<Engine>> ConnectScheduler(Listener& listener, const std::
                                     Seconds(options.stall_shutdown_s),
                                     Seconds(options.peer_timeout_s),
                                     {wire_dtype.value()},
-                                    !options.timeline.empty()};
+                                    !options.timeline.empty(),
+                                    options.note};
   return std::unique_ptr<Engine>(std::make_unique<Scheduler>(scheduling, t, std::move(exchange),
                                                              std::move(arena).value(), std::move(data)));
 }

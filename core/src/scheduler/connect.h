@@ -22,6 +22,7 @@ struct GroupOptions {
   std::function<bool()> interrupted;  // if set, asked ten times a second whether to give up connecting
   std::string timeline{};             // rank 0 writes one to this file; "" for none
   bool timeline_mark_cycles = false;
+  std::string note{};    // behind the text of every error: what a reader needs to know of this Group
   double cpu_quota = 0;  // CPUs that the ranks of this host may use together; 0: no limit
 };
 

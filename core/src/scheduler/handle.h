@@ -11,11 +11,13 @@
 
 namespace hvd {
 
-// What an allgather returns: memory of its own, since nobody knows the size before all ranks have announced.
+// What an allgather or an alltoall returns: memory of its own, since nobody knows the size before all ranks
+// have announced.
 struct Gathered {
   std::shared_ptr<std::byte[]> data;
   DType dtype = DType::kUInt8;
   std::vector<int64_t> shape;
+  std::vector<int64_t> rows;  // how many came from each rank
 };
 
 // What a plan request gives: by local rank, the segments that the ranks of this host named. Empty unless all

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 
 namespace hvd {
 namespace {
@@ -24,26 +25,31 @@ std::string RanksText(const std::vector<int>& ranks) {
   return text;
 }
 
+// What a rank has to be compared with what the first one has.
+struct Two {
+  int rank, first_rank;
+};
+
 // "name: rank r has <what a>, rank 0 has <b>", or nothing when a == b.
-std::string Differ(const std::string& name, int rank, const char* what, const std::string& theirs,
+std::string Differ(const std::string& name, Two ranks, const char* what, const std::string& theirs,
                    const std::string& first) {
   if (theirs == first) return {};
-  return name + ": rank " + std::to_string(rank) + " has " + what + " " + theirs + ", rank 0 has " + first;
+  return name + ": rank " + std::to_string(ranks.rank) + " has " + what + " " + theirs + ", rank " +
+         std::to_string(ranks.first_rank) + " has " + first;
 }
 
-std::string CompareShapes(Op op, int rank, const Member& theirs, const Member& first) {
+std::string CompareShapes(Op op, Two ranks, const Member& theirs, const Member& first) {
   auto a = theirs.shape, b = first.shape;
-  if (op == Op::kAllgather) {
-    if (a.empty() || b.empty()) return theirs.name + ": an allgather needs at least one dimension";
-    if (a.size() == b.size()) a[0] = b[0];  // rows may differ
-  }
+  if (NeedsRows(op) && (a.empty() || b.empty()))
+    return theirs.name + ": " + Name(op) + " needs at least one dimension";
+  if (RowsMayDiffer(op) && a.size() == b.size()) a[0] = b[0];
   if (a == b) return {};
-  return Differ(theirs.name, rank, "shape", ShapeText(theirs.shape), ShapeText(first.shape));
+  return Differ(theirs.name, ranks, "shape", ShapeText(theirs.shape), ShapeText(first.shape));
 }
 
-std::string Compare(int rank, const Request& theirs, const Request& first) {
+std::string Compare(Two ranks, const Request& theirs, const Request& first) {
   const auto differ = [&](const char* what, const std::string& a, const std::string& b) {
-    return Differ(first.name, rank, what, a, b);
+    return Differ(first.name, ranks, what, a, b);
   };
   std::string text = differ("operation", Name(theirs.op), Name(first.op));
   if (text.empty()) text = differ("reduction", Name(theirs.reduce), Name(first.reduce));
@@ -56,8 +62,8 @@ std::string Compare(int rank, const Request& theirs, const Request& first) {
   }
   for (size_t m = 0; text.empty() && m < first.members.size(); ++m) {
     const Member &a = theirs.members[m], &b = first.members[m];
-    text = Differ(a.name, rank, "dtype", Name(a.dtype), Name(b.dtype));
-    if (text.empty()) text = CompareShapes(first.op, rank, a, b);
+    text = Differ(a.name, ranks, "dtype", Name(a.dtype), Name(b.dtype));
+    if (text.empty()) text = CompareShapes(first.op, ranks, a, b);
   }
   return text;
 }
@@ -65,19 +71,53 @@ std::string Compare(int rank, const Request& theirs, const Request& first) {
 }  // namespace
 
 std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank) {
-  for (size_t rank = 0; rank < by_rank.size(); ++rank) {
-    std::string text = Compare(static_cast<int>(rank), *by_rank[rank], *by_rank[0]);
+  const auto present = [](const std::optional<Request>& request) { return request.has_value(); };
+  const auto first = std::find_if(by_rank.begin(), by_rank.end(), present);
+  for (auto theirs = first; theirs != by_rank.end(); ++theirs) {
+    if (!theirs->has_value()) continue;
+    const Two ranks{static_cast<int>(theirs - by_rank.begin()), static_cast<int>(first - by_rank.begin())};
+    std::string text = Compare(ranks, **theirs, **first);
     if (!text.empty()) return text;
   }
   return {};
+}
+
+const Request& Negotiator::Entry::first() const {
+  return **std::find_if(by_rank.begin(), by_rank.end(),
+                        [](const auto& request) { return request.has_value(); });
 }
 
 Negotiator::Negotiator(int size, size_t fusion_nbytes, size_t cache_capacity)
     : size_(size), fusion_nbytes_(fusion_nbytes), known_(cache_capacity) {}
 
 void Negotiator::Announce(int rank, Request request, Clock::time_point now) {
+  const bool joins = request.op == Op::kJoin;
   Entry& entry = EntryOf(request.name, now);
   Add(entry, rank, std::move(request), kNoId);
+  if (joins) Join(rank, now);
+}
+
+// What waits for `rank` only is complete. By number it could not be: a stand-in is said in full.
+void Negotiator::Join(int rank, Clock::time_point now) {
+  joined_.Add(rank);
+  ++num_joined_;
+  last_joined_ = rank;
+  std::vector<std::string> waiting;
+  known_.ForEach([&](const Cache<Known>::Entry& entry) {
+    if (entry.value.count > 0 && entry.value.count < size_) waiting.push_back(entry.name);
+  });
+  for (const std::string& name : waiting) EntryOf(name, now);
+  for (auto& [name, entry] : entries_) PushIfComplete(name, entry);
+}
+
+void Negotiator::PushIfComplete(const std::string& name, Entry& entry) {
+  if (entry.is_ready) return;
+  for (int rank = 0; entry.announced < size_ && rank < size_; ++rank) {
+    if (!entry.by_rank[static_cast<size_t>(rank)] && !joined_.Has(rank)) return;
+  }
+  entry.is_ready = true;
+  ready_.push_back(kNoId);
+  ready_in_full_.push_back(name);
 }
 
 bool Negotiator::Announce(int rank, CacheId id, Clock::time_point now) {
@@ -87,6 +127,10 @@ bool Negotiator::Announce(int rank, CacheId id, Clock::time_point now) {
   if (!entries_.empty()) {
     if (const auto entry = entries_.find(found->name); entry != entries_.end()) {
       Add(entry->second, rank, Expand(known, rank), id);
+      return true;
+    }
+    if (num_joined_ > 0) {
+      Add(EntryOf(found->name, now), rank, Expand(known, rank), id);
       return true;
     }
   }
@@ -126,9 +170,8 @@ void Negotiator::Add(Entry& entry, int rank, Request request, CacheId id) {
   const std::string name = request.name;
   slot = std::move(request);
   entry.ids[static_cast<size_t>(rank)] = id;
-  if (++entry.announced < size_) return;
-  ready_.push_back(kNoId);
-  ready_in_full_.push_back(name);
+  ++entry.announced;
+  if (entry.announced == size_ || num_joined_ > 0) PushIfComplete(name, entry);
 }
 
 Request Negotiator::Expand(const Known& known, int rank) {
@@ -136,7 +179,11 @@ Request Negotiator::Expand(const Known& known, int rank) {
   for (size_t m = 0; m < request.members.size(); ++m) {
     Member& member = request.members[m];
     member.where = known.where.empty() ? Location{} : known.where[static_cast<size_t>(rank)][m];
-    if (!known.rows.empty()) member.shape[0] = known.rows[m][static_cast<size_t>(rank)];
+    if (request.op == Op::kAllgather) member.shape[0] = known.rows[m][static_cast<size_t>(rank)];
+  }
+  if (request.op == Op::kAlltoall) {
+    request.splits = known.rows[static_cast<size_t>(rank)];
+    request.members[0].shape[0] = std::accumulate(request.splits.begin(), request.splits.end(), int64_t{0});
   }
   return request;
 }
@@ -157,17 +204,37 @@ Negotiator::Known Negotiator::Remember(const Entry& entry, const Decision& decis
   return known;
 }
 
+// What ranks that have joined take part with, given what another one has.
+Request Negotiator::StandIn(const Request& other) const {
+  Request request = other;
+  for (Member& member : request.members) {
+    member.where = {};
+    if (RowsMayDiffer(request.op) && !member.shape.empty()) member.shape[0] = 0;
+  }
+  if (request.op == Op::kAlltoall) request.splits.assign(static_cast<size_t>(size_), 0);
+  return request;
+}
+
 Decision Negotiator::DecideAbout(const Entry& entry, const std::string& name) const {
   Decision decision;
   decision.name = name;
   decision.mismatch = FindMismatch(entry.by_rank);
-  const Request& first = *entry.by_rank[0];
+  const auto& by_rank = entry.by_rank;
+  const Request& first = entry.first();
+  if (entry.announced < size_) decision.stand_in = StandIn(first);
+  if (decision.mismatch.empty() && first.op == Op::kBroadcast && first.root >= 0 && first.root < size_ &&
+      !by_rank[static_cast<size_t>(first.root)])
+    decision.mismatch = name + ": its root, rank " + std::to_string(first.root) + ", has joined";
+  if (first.op == Op::kJoin) decision.rows = {{last_joined_}};
+  const auto of = [&](size_t rank) -> const Request& {
+    return by_rank[rank] ? *by_rank[rank] : *decision.stand_in;
+  };
   const size_t members = decision.mismatch.empty() ? first.members.size() : 0;
   for (size_t m = 0; m < members; ++m) {
     std::vector<int64_t> rows;
     std::vector<Location> places;
-    for (const auto& request : entry.by_rank) {
-      const Member& member = request->members[m];
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+      const Member& member = of(rank).members[m];
       if (first.op == Op::kAllgather) rows.push_back(member.shape[0]);
       places.push_back(member.where);
     }
@@ -176,6 +243,9 @@ Decision Negotiator::DecideAbout(const Entry& entry, const std::string& name) co
     if (first.op == Op::kAllgather) decision.rows.push_back(std::move(rows));
     if (first.op == Op::kAllreduce || first.op == Op::kPlan)
       decision.places.push_back(in_arena ? std::move(places) : std::vector<Location>());
+  }
+  if (first.op == Op::kAlltoall && members > 0) {
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) decision.rows.push_back(of(rank).splits);
   }
   return decision;
 }
@@ -189,7 +259,12 @@ Round Negotiator::Decide() {
     if (id == kNoId) {
       const auto entry = entries_.find(*name);
       Decision& decision = round.in_full.emplace_back(DecideAbout(entry->second, *name));
-      if (decision.mismatch.empty()) known_.Add(*name, Remember(entry->second, decision));
+      const Op op = entry->second.first().op;
+      if (IsRemembered(op, decision)) known_.Add(*name, Remember(entry->second, decision));
+      if (op == Op::kJoin) {
+        joined_.Clear();
+        num_joined_ = 0;
+      }
       entries_.erase(entry);
       ++name;
       continue;
@@ -222,21 +297,25 @@ void Negotiator::Forget(const Cache<Known>::Entry& forgotten) {
 
 std::vector<Negotiator::Waiting> Negotiator::Waits() const {
   std::vector<Waiting> waits;
-  const auto add = [&](const std::string& name, Clock::time_point since, const auto& has_announced) {
-    Waiting waiting{name, since, {}, {}};
-    for (int rank = 0; rank < size_; ++rank)
-      (has_announced(static_cast<size_t>(rank)) ? waiting.announced : waiting.missing).push_back(rank);
+  const auto add = [&](const std::string& name, Op op, Clock::time_point since, const auto& has_announced) {
+    Waiting waiting{name, op, since, {}, {}};
+    for (int rank = 0; rank < size_; ++rank) {
+      const bool has = has_announced(static_cast<size_t>(rank));
+      if (has || !joined_.Has(rank)) (has ? waiting.announced : waiting.missing).push_back(rank);
+    }
     waits.push_back(std::move(waiting));
   };
   for (const auto& [name, entry] : entries_) {
-    if (entry.announced == size_) continue;
-    add(name, entry.since, [&by_rank = entry.by_rank](size_t rank) { return by_rank[rank].has_value(); });
+    if (entry.is_ready) continue;
+    add(name, entry.first().op, entry.since,
+        [&by_rank = entry.by_rank](size_t rank) { return by_rank[rank].has_value(); });
   }
   if (known_waiting_ == 0) return waits;
   known_.ForEach([&](const Cache<Known>::Entry& entry) {
     const Known& known = entry.value;
     if (known.count == 0 || known.count == size_) return;
-    add(entry.name, known.since, [&](size_t rank) { return known.announced.Has(static_cast<int>(rank)); });
+    add(entry.name, known.request.op, known.since,
+        [&](size_t rank) { return known.announced.Has(static_cast<int>(rank)); });
   });
   return waits;
 }
@@ -258,13 +337,7 @@ std::string Negotiator::WaitsIn(int rank) const {
 }
 
 std::string Negotiator::Describe(const Waiting& waiting) const {
-  Op op = Op::kAllreduce;
-  if (const auto entry = entries_.find(waiting.name); entry != entries_.end()) {
-    op = entry->second.by_rank[static_cast<size_t>(waiting.announced.front())]->op;
-  } else if (const auto* known = known_.Find(waiting.name); known != nullptr) {
-    op = known->value.request.op;
-  }
-  std::string text = std::string(Name(op)) + " '" + waiting.name + "' was submitted by " +
+  std::string text = std::string(Name(waiting.op)) + " '" + waiting.name + "' was submitted by " +
                      RanksText(waiting.announced) + " but not by ";
   for (size_t i = 0; i < waiting.missing.size(); ++i) {
     const int rank = waiting.missing[i];

@@ -57,6 +57,7 @@ class Negotiator {
   // A name that some ranks have announced and others have not.
   struct Waiting {
     std::string name;
+    Op op;
     Clock::time_point since;
     std::vector<int> announced;
     std::vector<int> missing;
@@ -75,7 +76,9 @@ class Negotiator {
     std::vector<std::optional<Request>> by_rank;
     std::vector<CacheId> ids;  // kNoId where a rank announced in full
     int announced = 0;
+    bool is_ready = false;  // all have announced it that have not joined
     Clock::time_point since;
+    const Request& first() const;  // of the first rank that has
   };
   // What was agreed on, and who has announced it again by its id.
   struct Known {
@@ -84,11 +87,14 @@ class Negotiator {
     Clock::time_point since;
     Request request;                           // rank 0's
     std::vector<std::vector<Location>> where;  // [rank][member]; empty if nothing lies in the arena
-    std::vector<std::vector<int64_t>> rows;    // [member][rank], of an allgather
+    std::vector<std::vector<int64_t>> rows;    // as in Decision
   };
 
   Entry& EntryOf(const std::string& name, Clock::time_point now);
   void Add(Entry& entry, int rank, Request request, CacheId id);
+  void Join(int rank, Clock::time_point now);
+  void PushIfComplete(const std::string& name, Entry& entry);
+  Request StandIn(const Request& other) const;
   static Request Expand(const Known& known, int rank);
   Known Remember(const Entry& entry, const Decision& decision) const;
   Decision DecideAbout(const Entry& entry, const std::string& name) const;
@@ -100,12 +106,16 @@ class Negotiator {
   const size_t fusion_nbytes_;
   std::map<std::string, Entry> entries_;
   Cache<Known> known_;
-  int known_waiting_ = 0;       // entries of known_ that some ranks have announced
+  int known_waiting_ = 0;  // entries of known_ that some ranks have announced
+  RankSet joined_;         // while some are, nothing is decided by number
+  int num_joined_ = 0;
+  int last_joined_ = -1;
   std::vector<CacheId> ready_;  // all have announced it; kNoId: the next one of ready_in_full_
   std::vector<std::string> ready_in_full_;
 };
 
-// Why the requests of the ranks under one name do not go together; empty if they do.
+// Why the requests of the ranks under one name do not go together; empty if they do. Some ranks may have
+// none.
 // For example "grad/fc1.weight: rank 3 has shape (12,), rank 0 has (10,)".
 std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank);
 

@@ -80,6 +80,7 @@ Status Scheduler::CheckStalls() {
   const auto excused_until = long_phases_.ExcusedUntil(now);
   std::unordered_map<std::string, Clock::time_point> warned;
   for (const auto& waiting : waits) {
+    if (waiting.op == Op::kJoin) continue;  // is there to be waited in
     const auto age = now - waiting.since;
     const auto unexcused = now - std::max(waiting.since, excused_until);
     if (options_.stall_shutdown > Clock::duration::zero() && unexcused > options_.stall_shutdown) {
@@ -91,7 +92,7 @@ Status Scheduler::CheckStalls() {
     const bool told = before != stall_warned_.end() && before->second == waiting.since;
     if (!told)
       Log(Level::kWarning, negotiator_.Describe(waiting) + " for " + WholeSeconds(age) + " (stall_warn_s)" +
-                               long_phases_.Describe(now));
+                               long_phases_.Describe(now) + options_.note);
     warned[waiting.name] = waiting.since;
   }
   stall_warned_ = std::move(warned);

@@ -29,7 +29,8 @@ constexpr int64_t kMaxTensorBytes = int64_t{1} << 48;
 
 // An authenticated peer of another build may still send values that mean nothing here.
 bool Makes(const Request& request) {
-  if (request.op > Op::kPlan || static_cast<int>(request.reduce) >= kNumReduceOps) return false;
+  if (request.op > Op::kJoin || static_cast<int>(request.reduce) >= kNumReduceOps) return false;
+  if (request.op == Op::kAlltoall && request.members.size() != 1) return false;
   for (const Member& member : request.members) {
     if (static_cast<int>(member.dtype) >= kNumDTypes) return false;
     int64_t nbytes = static_cast<int64_t>(ItemSize(member.dtype));
@@ -47,6 +48,42 @@ std::vector<int64_t> GetInts(Reader& in) {
   return values;
 }
 
+void Put(Writer& out, const Request& request) {
+  out.Put(request.op);
+  out.PutString(request.name);
+  out.Put(request.reduce);
+  out.Put(request.prescale);
+  out.Put(request.postscale);
+  out.Put(request.root);
+  out.Put(static_cast<uint32_t>(request.members.size()));
+  for (const Member& member : request.members) {
+    out.PutString(member.name);
+    out.Put(member.dtype);
+    Put(out, member.shape);
+    Put(out, member.where);
+  }
+  Put(out, request.splits);
+}
+
+Request GetRequest(Reader& in) {
+  Request request;
+  request.op = in.Get<Op>();
+  request.name = in.GetString();
+  request.reduce = in.Get<ReduceOp>();
+  request.prescale = in.Get<double>();
+  request.postscale = in.Get<double>();
+  request.root = in.Get<int32_t>();
+  request.members.resize(in.GetCount());
+  for (Member& member : request.members) {
+    member.name = in.GetString();
+    member.dtype = in.Get<DType>();
+    member.shape = GetInts(in);
+    member.where = GetLocation(in);
+  }
+  request.splits = GetInts(in);
+  return request;
+}
+
 }  // namespace
 
 const char* Name(Op op) {
@@ -61,6 +98,12 @@ const char* Name(Op op) {
       return "barrier";
     case Op::kPlan:
       return "plan";
+    case Op::kAlltoall:
+      return "alltoall";
+    case Op::kReducescatter:
+      return "reducescatter";
+    case Op::kJoin:
+      return "join";
   }
   return "?";
 }
@@ -71,20 +114,7 @@ std::string Serialize(const std::vector<Announcement>& announcements) {
   for (const Announcement& announcement : announcements) {
     out.Put(announcement.id);
     if (announcement.id != kNoId) continue;
-    const Request& request = announcement.request;
-    out.Put(request.op);
-    out.PutString(request.name);
-    out.Put(request.reduce);
-    out.Put(request.prescale);
-    out.Put(request.postscale);
-    out.Put(request.root);
-    out.Put(static_cast<uint32_t>(request.members.size()));
-    for (const Member& member : request.members) {
-      out.PutString(member.name);
-      out.Put(member.dtype);
-      Put(out, member.shape);
-      Put(out, member.where);
-    }
+    Put(out, announcement.request);
   }
   return out.Take();
 }
@@ -96,21 +126,8 @@ Result<std::vector<Announcement>> ParseAnnouncements(std::string_view bytes) {
   for (Announcement& announcement : announcements) {
     announcement.id = in.Get<CacheId>();
     if (announcement.id != kNoId) continue;
-    Request& request = announcement.request;
-    request.op = in.Get<Op>();
-    request.name = in.GetString();
-    request.reduce = in.Get<ReduceOp>();
-    request.prescale = in.Get<double>();
-    request.postscale = in.Get<double>();
-    request.root = in.Get<int32_t>();
-    request.members.resize(in.GetCount());
-    for (Member& member : request.members) {
-      member.name = in.GetString();
-      member.dtype = in.Get<DType>();
-      member.shape = GetInts(in);
-      member.where = GetLocation(in);
-    }
-    sane = sane && Makes(request);
+    announcement.request = GetRequest(in);
+    sane = sane && Makes(announcement.request);
   }
   if (!in.AtEnd() || !sane) return Status(Code::kPeerLost, "it sent a broken announcement");
   return announcements;
@@ -131,12 +148,15 @@ std::string Serialize(const Round& round) {
       out.Put(static_cast<uint32_t>(places.size()));
       for (const Location& place : places) Put(out, place);
     }
+    out.Put(static_cast<uint8_t>(decision.stand_in.has_value()));
+    if (decision.stand_in) Put(out, *decision.stand_in);
   }
   return out.Take();
 }
 
 Result<Round> ParseRound(std::string_view bytes) {
   Reader in(bytes);
+  bool sane = true;
   Round round;
   round.fusion_nbytes = in.Get<uint64_t>();
   round.ids.resize(in.GetCount());
@@ -153,8 +173,11 @@ Result<Round> ParseRound(std::string_view bytes) {
       places.resize(in.GetCount());
       for (Location& place : places) place = GetLocation(in);
     }
+    const auto has_stand_in = in.Get<uint8_t>();
+    if (has_stand_in == 1) decision.stand_in = GetRequest(in);
+    sane = sane && has_stand_in <= 1 && (!decision.stand_in || Makes(*decision.stand_in));
   }
-  if (!in.AtEnd()) return Status(Code::kPeerLost, "it sent a broken decision");
+  if (!in.AtEnd() || !sane) return Status(Code::kPeerLost, "it sent a broken decision");
   return round;
 }
 

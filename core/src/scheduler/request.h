@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,8 +13,24 @@ namespace hvd {
 
 // kPlan: the ranks agree on tensors that come back every step, and learn where the others keep the words of
 // the plan: members[0].where says it, the members are the tensors. Nothing is reduced.
-enum class Op : uint8_t { kAllreduce, kAllgather, kBroadcast, kBarrier, kPlan };
+// kJoin: until all ranks have joined, the others' collectives do without this one.
+enum class Op : uint8_t {
+  kAllreduce,
+  kAllgather,
+  kBroadcast,
+  kBarrier,
+  kPlan,
+  kAlltoall,
+  kReducescatter,
+  kJoin,
+};
 const char* Name(Op op);
+// Works on the rows of its tensors, so they have a first dimension.
+inline bool NeedsRows(Op op) {
+  return op == Op::kAllgather || op == Op::kAlltoall || op == Op::kReducescatter;
+}
+// Whether ranks may have different numbers of rows.
+inline bool RowsMayDiffer(Op op) { return op == Op::kAllgather || op == Op::kAlltoall; }
 
 // One tensor of a request, as its rank submitted it.
 struct Member {
@@ -28,12 +45,18 @@ struct Member {
     return count;
   }
   uint64_t nbytes() const { return count() * ItemSize(dtype); }
+  // Of a tensor with a first dimension.
+  uint64_t row_nbytes() const {
+    uint64_t nbytes = ItemSize(dtype);
+    for (size_t d = 1; d < shape.size(); ++d) nbytes *= static_cast<uint64_t>(shape[d]);
+    return nbytes;
+  }
   bool operator==(const Member&) const = default;
 };
 
 // What a rank announces as ready: one collective over one or several tensors that complete together. Its name
 // is the key that the ranks meet under; everything else must agree (the signature), apart from places and the
-// first extent in an allgather.
+// first extents in an allgather and an alltoall.
 struct Request {
   Op op = Op::kAllreduce;
   std::string name;
@@ -42,6 +65,8 @@ struct Request {
   double postscale = 1;
   int32_t root = 0;
   std::vector<Member> members;
+  std::vector<int64_t>
+      splits{};  // alltoall only, of its one member: rows for each rank, all of them together
   bool operator==(const Request&) const = default;
 };
 
@@ -59,12 +84,20 @@ struct Announcement {
 struct Decision {
   std::string name;
   std::string mismatch;  // not empty: nothing is done, and this is why
-  // Allgather only: first extents, [member][rank].
+  // Allgather: first extents, [member][rank]. Alltoall: the splits of the ranks, [from][to]. Join: the last
+  // rank that did.
   std::vector<std::vector<int64_t>> rows;
   // Allreduce and plan, of members that lie in the arena on every rank: [member][rank]; otherwise empty per
   // member.
   std::vector<std::vector<Location>> places;
+  // What ranks that have joined take part with: zeros, or no rows.
+  std::optional<Request> stand_in{};
 };
+
+// Whether the ranks number it, so that it need not be said in full the next time.
+inline bool IsRemembered(Op op, const Decision& decision) {
+  return op != Op::kJoin && decision.mismatch.empty() && !decision.stand_in;
+}
 
 // The decisions of one moment, in one order for all ranks; Fuse() says which fused batches they make.
 struct Round {

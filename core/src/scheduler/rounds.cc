@@ -13,32 +13,42 @@ constexpr auto kPollEvery = std::chrono::milliseconds(1);
 // A signal that comes within a batch waits so long for its end before it ends the Group.
 constexpr auto kBatchAfterSignal = std::chrono::milliseconds(100);
 
+// Whether there can be a tensor of so many rows of `like`, together with what *nbytes counts already.
+bool AddRows(const std::vector<int64_t>& rows, const Member& like, int64_t* nbytes) {
+  int64_t row = static_cast<int64_t>(ItemSize(like.dtype));
+  for (size_t d = 1; d < like.shape.size(); ++d) {
+    if (__builtin_mul_overflow(row, like.shape[d], &row)) return false;
+  }
+  for (const int64_t n : rows) {
+    int64_t part = 0;
+    if (n < 0 || __builtin_mul_overflow(n, row, &part) || __builtin_add_overflow(*nbytes, part, nbytes))
+      return false;
+  }
+  return true;
+}
+
 // Whether a decision in full has a place and a number of rows for everything that the request asks for.
 bool Fits(const Decision& decision, const Request& request, int rank, int size) {
-  const auto ranks = static_cast<size_t>(size);
+  const auto me = static_cast<size_t>(rank), ranks = static_cast<size_t>(size);
   const size_t members = request.members.size();
   if ((request.op == Op::kAllreduce || request.op == Op::kPlan) && decision.places.size() != members)
     return false;
   for (const auto& places : decision.places) {
     if (!places.empty() && places.size() != ranks) return false;
   }
-  if (request.op != Op::kAllgather) return true;
-  if (decision.rows.size() != members) return false;
-  for (size_t m = 0; m < members; ++m) {
-    const auto& rows = decision.rows[m];
-    const auto& shape = request.members[m].shape;
-    if (rows.size() != ranks || shape.empty() || rows[static_cast<size_t>(rank)] != shape[0]) return false;
-    int64_t nbytes = static_cast<int64_t>(ItemSize(request.members[m].dtype)), total = 0;
-    for (size_t d = 1; d < shape.size(); ++d) {
-      if (__builtin_mul_overflow(nbytes, shape[d], &nbytes)) return false;
-    }
-    for (const int64_t n : rows) {
-      int64_t part = 0;
-      if (n < 0 || __builtin_mul_overflow(n, nbytes, &part) || __builtin_add_overflow(total, part, &total))
-        return false;
-    }
+  if (request.op == Op::kJoin) return decision.rows.size() == 1 && decision.rows[0].size() == 1;
+  if (!RowsMayDiffer(request.op)) return true;
+  if (decision.rows.size() != (request.op == Op::kAllgather ? members : ranks)) return false;
+  int64_t of_all_ranks = 0;  // of an alltoall
+  for (size_t i = 0; i < decision.rows.size(); ++i) {
+    const auto& rows = decision.rows[i];
+    const Member& member = request.members[request.op == Op::kAllgather ? i : 0];
+    if (rows.size() != ranks || member.shape.empty()) return false;
+    int64_t of_one = 0;
+    if (!AddRows(rows, member, request.op == Op::kAllgather ? &of_one : &of_all_ranks)) return false;
+    if (request.op == Op::kAllgather && rows[me] != member.shape[0]) return false;
   }
-  return true;
+  return request.op == Op::kAllgather || decision.rows[me] == request.splits;
 }
 
 }  // namespace
@@ -86,6 +96,7 @@ Result<bool> Scheduler::LookAtEverything(bool poll) {
 Status Scheduler::Resolve(const Round& round) {
   const auto broken = [] { return Status(Code::kPeerLost, "lost rank 0: it sent a broken decision"); };
   running_.clear();
+  stand_ins_.clear();
   tensors_.clear();
   auto in_full = round.in_full.begin();
   // A round that names a submission twice is broken as well.
@@ -118,13 +129,32 @@ Status Scheduler::Resolve(const Round& round) {
       // By number here, in full elsewhere.
       Known& known = entry->value;
       is_new = run({&known.pending, known.request.get(), &decision, &known, kNoId});
+    } else if (decision.stand_in) {
+      Submission* const made = MakeStandIn(*decision.stand_in);
+      is_new = run({made, made->request.get(), &decision, nullptr, kNoId});
     }
     if (!is_new) return broken();
     const Request& request = *running_.back().request;
     if (decision.mismatch.empty() && !Fits(decision, request, options_.rank, options_.size)) return broken();
+    if (request.op == Op::kJoin && decision.mismatch.empty())
+      running_.back().submission->handle->results().push_back({nullptr, {}, {}, decision.rows[0]});
     AppendTensors(request, decision, index, &tensors_);
   }
   return Status::Ok();
+}
+
+Submission* Scheduler::MakeStandIn(const Request& request) {
+  auto& [submission, memory] = stand_ins_.emplace_back();
+  submission.request = std::make_shared<const Request>(request);
+  submission.handle = std::make_shared<Handle>(submission.request);
+  size_t most = 0;
+  for (const Member& member : request.members) most = std::max<size_t>(most, member.nbytes());
+  memory.resize(2 * most * request.members.size());
+  for (size_t m = 0; m < request.members.size(); ++m) {
+    std::byte* const zeros = memory.data() + 2 * most * m;
+    submission.buffers.push_back({zeros, zeros + most});
+  }
+  return &submission;
 }
 
 Status Scheduler::Execute(const Round& round) {
@@ -168,13 +198,13 @@ void Scheduler::Complete() {
       const Decision& decision = *running.decision;
       const auto request = running.known != nullptr ? running.known->request : submission.request;
       if (!decision.mismatch.empty())
-        mismatches.emplace_back(done_.size() - 1, Status(Code::kMismatch, decision.mismatch));
+        mismatches.emplace_back(done_.size() - 1, Status(Code::kMismatch, decision.mismatch + options_.note));
       submission.buffers.clear();
       if (running.known == nullptr) pending_.erase(decision.name);
-      if (decision.mismatch.empty()) known_.Add(decision.name, Known(request, decision));
+      if (IsRemembered(request->op, decision)) known_.Add(decision.name, Known(request, decision));
     }
     known_.Trim([this](Cache<Known>::Entry& entry) { Forget(entry); });
-    num_pending_.fetch_sub(static_cast<int>(running_.size()), std::memory_order_seq_cst);
+    num_pending_.fetch_sub(static_cast<int>(running_.size() - stand_ins_.size()), std::memory_order_seq_cst);
   }
   running_.clear();
   counters_.collectives += done_.size();

@@ -59,7 +59,7 @@ Scheduler::Known::Known(std::shared_ptr<const Request> r, Decision d)
   std::vector<Tensor> tensors;
   AppendTensors(*request, decision, 0, &tensors);
   if (tensors.size() == 1) tensor = tensors.front();
-  if (request->members.size() != 1) return;
+  if (request->members.size() != 1 || request->op == Op::kAlltoall) return;
   const Member& member = request->members.front();
   call = {request->op,   request->name, request->reduce, request->prescale, request->postscale,
           request->root, member.dtype,  member.shape,    member.where,      {}};

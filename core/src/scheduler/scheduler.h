@@ -32,6 +32,7 @@ struct SchedulerOptions {
   Clock::duration peer_timeout = Seconds(30);
   CollectivesOptions collectives{};
   bool expect_timeline = false;  // rank 0 will begin one at once
+  std::string note{};            // behind the text of every error
 };
 
 // The Engine of a Group of two or more ranks. It announces what was submitted, lets the negotiator decide (on
@@ -77,7 +78,7 @@ class Scheduler final : public Engine {
     Known(std::shared_ptr<const Request> request, Decision decision);
 
     Submission pending;  // submitted again and not done; no handle: it is not
-    // Of a request with one member: what Submit compares with, and what is fused.
+    // Of a request with one member and no splits: what Submit compares with, and what is fused.
     std::optional<Call> call;
     std::optional<Tensor> tensor;
     std::shared_ptr<const Request> request;
@@ -90,6 +91,12 @@ class Scheduler final : public Engine {
     const Decision* decision;
     Known* known;  // null if it was submitted in full
     CacheId id;    // of known; kNoId if it was decided in full
+  };
+
+  // This rank has joined, and takes part all the same in what the others do.
+  struct StandIn {
+    Submission submission;
+    std::vector<std::byte> memory;  // zeros
   };
 
   // -- baton.cc: who works
@@ -107,7 +114,7 @@ class Scheduler final : public Engine {
   void NewsFor(Then then);
   void Fail(const Status& status) EXCLUDES(mutex_);
   void End() REQUIRES(baton_) EXCLUDES(mutex_);
-  void Die(const Status& status, bool tell_peers) REQUIRES(baton_) EXCLUDES(mutex_);
+  void Die(const Status& reason, bool tell_peers) REQUIRES(baton_) EXCLUDES(mutex_);
 
   // -- news.cc: what comes in and goes out
   Status TakeSubmissions() REQUIRES(baton_) EXCLUDES(mutex_);
@@ -137,6 +144,7 @@ class Scheduler final : public Engine {
   Result<bool> LookAtEverything(bool poll) REQUIRES(baton_) EXCLUDES(mutex_);
   // Finds the submissions of a round's decisions; not ok if the round does not make sense here.
   Status Resolve(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
+  Submission* MakeStandIn(const Request& request) REQUIRES(baton_);
   Status Execute(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
   void Complete() REQUIRES(baton_) EXCLUDES(mutex_);
   void Forget(Cache<Known>::Entry& entry) NO_THREAD_SAFETY_ANALYSIS;  // with both mutexes
@@ -145,6 +153,9 @@ class Scheduler final : public Engine {
   Status RunBatch(std::span<const Tensor> batch) REQUIRES(baton_);
   Status RunAllreduce(std::span<const Tensor> batch) REQUIRES(baton_);
   Status RunAllgather(const Running& running, uint32_t member) REQUIRES(baton_);
+  Status RunAlltoall(const Running& running) REQUIRES(baton_);
+  Status RunReducescatter(const Running& running, uint32_t member) REQUIRES(baton_);
+  Result<Gathered> MakeRoom(const std::vector<int64_t>& rows) REQUIRES(baton_);
   Status RunPlan(const Running& running, uint32_t member) REQUIRES(baton_);
   Status AwaitSegment(int rank, const Location& place) REQUIRES(baton_);
   Status Place(const Tensor& tensor, ArenaPiece* piece) REQUIRES(baton_);
@@ -190,6 +201,7 @@ class Scheduler final : public Engine {
   std::deque<Round> rounds_ GUARDED_BY(baton_);              // to be run
   uint64_t fusion_nbytes_ GUARDED_BY(baton_);                // the coordinator's
   std::vector<Running> running_ GUARDED_BY(baton_);
+  std::deque<StandIn> stand_ins_ GUARDED_BY(baton_);              // in running_
   std::vector<Tensor> tensors_ GUARDED_BY(baton_);                // of running_
   std::vector<std::shared_ptr<Handle>> done_ GUARDED_BY(baton_);  // scratch of Complete()
   std::vector<Piece> pieces_ GUARDED_BY(baton_);                  // scratch of RunAllreduce()

@@ -40,6 +40,7 @@ Status Solo::Submit(Submission submission, Then) {
                      begin_ns, begin_ns, end_ns, end_ns, false});
     }
   }
+  if (request.op == Op::kJoin) submission.handle->results().push_back({nullptr, {}, {}, {0}});
   submission.handle->Complete(Status::Ok());
   return Status::Ok();
 }
@@ -48,6 +49,7 @@ Status Solo::Run(const Request& request, const Buffer& buffer, size_t index, Han
   const Member& member = request.members[index];
   const size_t nbytes = member.nbytes();
   switch (request.op) {
+    case Op::kReducescatter:
     case Op::kAllreduce: {
       const void* in = buffer.in;
       void* out = buffer.out;
@@ -55,8 +57,9 @@ Status Solo::Run(const Request& request, const Buffer& buffer, size_t index, Han
       if (nbytes > 0) Reduce(member.dtype, request.reduce, scale, &in, 1, &out, 1, member.count());
       return Status::Ok();
     }
+    case Op::kAlltoall:
     case Op::kAllgather: {
-      Gathered gathered{nullptr, member.dtype, member.shape};
+      Gathered gathered{nullptr, member.dtype, member.shape, {member.shape[0]}};
       gathered.data = std::shared_ptr<std::byte[]>(new (std::nothrow) std::byte[nbytes + 1]);
       if (gathered.data == nullptr) {
         return Status(Code::kInvalid,
@@ -71,6 +74,7 @@ Status Solo::Run(const Request& request, const Buffer& buffer, size_t index, Han
       return Status::Ok();
     case Op::kBarrier:
     case Op::kPlan:
+    case Op::kJoin:
       break;
   }
   return Status::Ok();
