@@ -1,4 +1,6 @@
 #include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -8,14 +10,19 @@
 #include <memory>
 #include <utility>
 
+#include "base/log.h"
 #include "fuzz.h"
 #include "scheduler/mailbox.h"
 #include "scheduler/negotiate.h"
 #include "scheduler/request.h"
+#include "scheduler/scheduler.h"
+#include "scheduler/trace_json.h"
+#include "scheduler/trace_notes.h"
 #include "transport/bootstrap.h"
 #include "transport/exchange.h"
 #include "transport/frame.h"
 #include "transport/handshake.h"
+#include "transport/wire.h"
 
 // Designated initialisers leave the other members at their defaults.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
@@ -64,16 +71,23 @@ void FuzzRound(std::string_view bytes) {
   if (round.ok()) Require(Serialize(round.value()) == bytes, "a round that nobody writes so");
 }
 
-// Gives the bytes in pieces, each as long as the byte before it says, and then ends.
+constexpr size_t kPassedNbytes = 4096;
+
+// Gives the bytes in pieces, each as long as the byte before it says or all at once, some shared memory with
+// the first one, and then ends.
 class ByteLink final : public Link {
  public:
-  explicit ByteLink(std::string_view bytes)
-      : bytes_(bytes), ready_(::eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+  explicit ByteLink(std::string_view bytes, bool in_pieces = true)
+      : bytes_(bytes), in_pieces_(in_pieces), ready_(::eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
   Result<size_t> TrySend(std::span<const std::byte> bytes, int) override { return bytes.size(); }
-  Result<size_t> TryRecv(std::span<std::byte> into, UniqueFd*) override {
+  Result<size_t> TryRecv(std::span<std::byte> into, UniqueFd* passed_fd) override {
     if (bytes_.empty()) return Status(Code::kPeerLost, "the end of the input");
-    const size_t piece = static_cast<uint8_t>(bytes_[0]) % 40 + 1;
+    if (passed_fd != nullptr && !std::exchange(has_passed_, true)) {
+      passed_fd->Reset(::memfd_create("fuzz", MFD_CLOEXEC));
+      Require(::ftruncate(passed_fd->get(), kPassedNbytes) == 0, "no memory");
+    }
+    const size_t piece = in_pieces_ ? static_cast<uint8_t>(bytes_[0]) % 40 + 1 : bytes_.size();
     const size_t n = std::min({piece, into.size(), bytes_.size()});
     std::memcpy(into.data(), bytes_.data(), n);
     bytes_.remove_prefix(n);
@@ -84,7 +98,9 @@ class ByteLink final : public Link {
 
  private:
   std::string_view bytes_;
+  const bool in_pieces_;
   UniqueFd ready_;
+  bool has_passed_ = false;
 };
 
 // Rank 0 of three hosts with two ranks each, so that frames are taken, passed on and refused; rank 1 speaks,
@@ -157,9 +173,87 @@ void FuzzMailbox(std::string_view bytes) {
   }
 }
 
+// A rank that waits in a barrier hears whatever the only other one says, as in a job, and then that one is
+// gone or has left. The first byte chooses which of the two it is.
+void FuzzJob(std::string_view bytes) {
+  static const auto controls = [] {
+    std::vector<std::unique_ptr<Arena>> made;
+    for (const int rank : {0, 1}) made.push_back(Arena::Create(rank, 2, 4096).value());
+    SetLogLevel(Level::kSilent);
+    return made;
+  }();
+  const int rank = !bytes.empty() && bytes[0] % 2 != 0 ? 1 : 0, peer = 1 - rank;
+  const Topology topology = Topology::OneHost(rank, 2);
+  auto exchange = std::make_unique<Exchange>(topology, Seconds(1000));
+  exchange->Add(peer, std::make_unique<ByteLink>(bytes.substr(!bytes.empty()), false), 0);
+  auto arena = Arena::Create(rank, 2, 4096).value();
+  Require(arena->AddSegment(peer, 0, controls[static_cast<size_t>(peer)]->control()).ok(), "no arena");
+  SchedulerOptions options{.rank = rank, .size = 2, .stall_warn = Seconds(1000)};
+  Scheduler scheduler(options, topology, std::move(exchange), std::move(arena), {});
+  const auto request = std::make_shared<const Request>(Request{.op = Op::kBarrier, .name = "end"});
+  const auto handle = std::make_shared<Handle>(request);
+  if (!scheduler.Submit({request, {}, handle}, Then::kGoesOn).ok()) return;  // is over already
+  Require(scheduler.Wait(*handle, Clock::now() + Seconds(60), {}), "a rank that waits for nobody");
+}
+
+// What rank 0 makes of the notes of another rank: always whole events, whatever they say. The first eight
+// bytes are how far that rank's clock is ahead.
+void FuzzNotes(std::string_view bytes) {
+  Reader in(bytes);
+  const auto ahead_ns = in.Get<int64_t>();
+  std::string json;
+  TraceJson trace(12345);
+  if (in.ok() && IsTraceTime(ahead_ns)) trace.Add(1, "a \"host\"", ahead_ns, bytes.substr(8), &json);
+  trace.End(&json);
+  int depth = 0;
+  bool in_text = false;
+  for (size_t i = 0; i < json.size(); ++i) {
+    const char c = json[i];
+    if (in_text && c == '\\') {
+      ++i;
+    } else if (c == '"') {
+      in_text = !in_text;
+    } else if (!in_text) {
+      depth += (c == '[' || c == '{') - (c == ']' || c == '}');
+      Require(depth > 0 || i + 2 >= json.size(), "an event that ends the timeline");
+    }
+  }
+  Require(depth == 0 && !in_text, "an event that does not end");
+}
+
 using Parser = void (*)(std::string_view);
-constexpr Parser kParsers[] = {FuzzHello, FuzzChallenge, FuzzEndpoint, FuzzAnnouncements,
-                               FuzzRound, FuzzExchange,  FuzzAbort,    FuzzMailbox};
+constexpr Parser kParsers[] = {FuzzHello,    FuzzChallenge, FuzzEndpoint, FuzzAnnouncements, FuzzRound,
+                               FuzzExchange, FuzzAbort,     FuzzMailbox,  FuzzJob,           FuzzNotes};
+
+// To the neighbour that hears it, and no further.
+std::string ToNeighbour(int origin, FrameKind kind, std::string_view payload) {
+  return FrameHeader{static_cast<uint32_t>(payload.size()), kind, origin}.ToBytes() + std::string(payload);
+}
+
+template <class... Values>
+std::string Written(const Values&... values) {
+  Writer out;
+  const auto put = [&](const auto& value) {
+    if constexpr (std::is_convertible_v<decltype(value), std::string_view>) {
+      out.PutString(value);
+    } else {
+      out.Put(value);
+    }
+  };
+  (put(values), ...);
+  return out.Take();
+}
+
+std::string Notes() {
+  std::string notes;
+  PutTensor({"grad/fc1.weight", "allreduce", BatchRow::kEager, 3, 4096, 1000, 2000, 3000, 4000, 5000, false},
+            &notes);
+  PutTensor({"allreduce.noname.7", "allreduce", BatchRow::kPlan, 4, 64, 1000, 0, 0, 0, 5000, true}, &notes);
+  PutBatch({BatchRow::kPlan, 3, "allreduce float32", 2, 4160, 3000, 4000},
+           {{Phase::kCopyIn, 3000, 3100}, {Phase::kReduce, 3100, 3900}}, &notes);
+  PutMark({"cycle", 2500}, &notes);
+  return notes;
+}
 
 std::string Frames(int origin, std::initializer_list<FrameKind> kinds, std::string_view payload) {
   std::string bytes;
@@ -169,7 +263,7 @@ std::string Frames(int origin, std::initializer_list<FrameKind> kinds, std::stri
       FrameHeader header{static_cast<uint32_t>(payload.size()), kind, origin, destination};
       bytes += header.ToBytes();
       bytes += payload;
-      if (kind == FrameKind::kSegment || kind == FrameKind::kBeat) break;
+      if (kind == FrameKind::kSegment || kind == FrameKind::kRelease || kind == FrameKind::kBeat) break;
     }
   }
   return bytes;
@@ -254,6 +348,24 @@ std::vector<std::string> Corpus() {
   add(FuzzExchange, '\0' + Frames(1, {kAbort, kAbort}, "why"));
   add(FuzzExchange, '\1' + Frames(3, {kAnnounce, kAbort, kBye}, announcement));
   add(FuzzExchange, '\1' + Frames(2, {kBeat, kDecide, kBye}, Serialize(round)));
+
+  // A job: memory that comes and goes, a phase that begins and ends, a timeline, a goodbye.
+  const std::string phases = ToNeighbour(1, kPhase, Written(uint8_t{1}, 30.0, "checkpoint")) +
+                             ToNeighbour(1, kPhase, Written(uint8_t{0}, 0.0, ""));
+  const std::string memory = ToNeighbour(1, kSegment, Written(uint32_t{5}, uint64_t{kPassedNbytes})) +
+                             ToNeighbour(1, kRelease, Written(uint32_t{5}));
+  const std::string notes = ToNeighbour(1, kTrace, Written(uint8_t{3}, int64_t{-20}, "node-7", Notes()));
+  const std::string ends = ToNeighbour(1, kTrace, Written(uint8_t{4})) +
+                           ToNeighbour(1, kTrace, Written(uint8_t{5}, int64_t{77})) +
+                           ToNeighbour(1, kAnnounce, Serialize(all)) + ToNeighbour(1, kBye, "");
+  add(FuzzJob, '\0' + phases + memory + notes + ends);
+  add(FuzzJob, '\0' + memory + ToNeighbour(1, kRelease, Written(uint32_t{5})));
+  add(FuzzJob, '\0' + ToNeighbour(1, kAbort, Exchange::AbortPayload(Status(Code::kAborted, "enough"))));
+  const std::string timeline = ToNeighbour(0, kTrace, Written(uint8_t{1}, uint8_t{1})) +
+                               ToNeighbour(0, kTrace, Written(uint8_t{6}, int64_t{10}, int64_t{30})) +
+                               ToNeighbour(0, kTrace, Written(uint8_t{2}));
+  add(FuzzJob, '\1' + timeline + ToNeighbour(0, kDecide, Serialize(round)) + ToNeighbour(0, kBye, ""));
+  add(FuzzNotes, Written(int64_t{-20}) + Notes());
 
   add(FuzzAbort, std::string("\4\6\0\0\0enough", 11));
   add(FuzzAbort, std::string("\2\0\0\0\0", 5));

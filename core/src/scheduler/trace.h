@@ -13,6 +13,13 @@ namespace hvd {
 
 // Times are NowNs() of the host that noted them.
 
+// Whether the number can be one, or a difference of two, so that reckoning with it overflows nowhere: another
+// rank may say anything.
+inline bool IsTraceTime(int64_t ns) {
+  constexpr int64_t kThirtyYears = 1'000'000'000'000'000'000;
+  return ns > -kThirtyYears && ns < kThirtyYears;
+}
+
 // Which of a rank's rows a fused batch is drawn in: those of a row never overlap.
 enum class BatchRow : uint8_t { kEager, kPlan };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 
 namespace hvd {
 namespace {
@@ -48,12 +49,17 @@ class Cursor {
   std::string_view rest_;
 };
 
+bool AreTimes(std::initializer_list<int64_t> times) {
+  return std::all_of(times.begin(), times.end(), IsTraceTime);
+}
+
 bool ReadTensor(Cursor& in, NoteReader* reader) {
   TensorTrace t;
   uint8_t failed = 0;
   if (!in.Get(t.row, t.batch, t.nbytes, t.queued_ns, t.negotiated_ns, t.begun_ns, t.reduced_ns, t.done_ns,
               failed) ||
-      !in.GetText(t.name) || !in.GetText(t.what) || t.row > BatchRow::kPlan)
+      !in.GetText(t.name) || !in.GetText(t.what) || t.row > BatchRow::kPlan ||
+      !AreTimes({t.queued_ns, t.negotiated_ns, t.begun_ns, t.reduced_ns, t.done_ns}))
     return false;
   t.failed = failed != 0;
   reader->OnTensor(t);
@@ -64,11 +70,12 @@ bool ReadBatch(Cursor& in, NoteReader* reader) {
   BatchTrace b;
   uint16_t count = 0;
   if (!in.Get(b.row, b.number, b.tensors, b.nbytes, b.begin_ns, b.end_ns, count) || !in.GetText(b.what) ||
-      b.row > BatchRow::kPlan)
+      b.row > BatchRow::kPlan || !AreTimes({b.begin_ns, b.end_ns}))
     return false;
   std::vector<PhaseSpan> phases(count);
   for (PhaseSpan& span : phases) {
-    if (!in.Get(span.phase, span.begin_ns, span.end_ns) || static_cast<int>(span.phase) >= kNumPhases)
+    if (!in.Get(span.phase, span.begin_ns, span.end_ns) || static_cast<int>(span.phase) >= kNumPhases ||
+        !AreTimes({span.begin_ns, span.end_ns}))
       return false;
   }
   reader->OnBatch(b, phases);
@@ -77,7 +84,7 @@ bool ReadBatch(Cursor& in, NoteReader* reader) {
 
 bool ReadMark(Cursor& in, NoteReader* reader) {
   MarkTrace mark;
-  if (!in.Get(mark.at_ns) || !in.GetText(mark.text)) return false;
+  if (!in.Get(mark.at_ns) || !in.GetText(mark.text) || !IsTraceTime(mark.at_ns)) return false;
   reader->OnMark(mark);
   return true;
 }

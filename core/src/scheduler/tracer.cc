@@ -169,7 +169,7 @@ void Tracer::OnFrame(int from, std::string_view payload) {
       chunk.place = in.GetString();
       chunk.notes = in.GetString();
       MutexLock lock(mutex_);
-      if (in.ok() && file_ != nullptr) file_->Add(std::move(chunk));
+      if (in.ok() && IsTraceTime(chunk.ahead_ns) && file_ != nullptr) file_->Add(std::move(chunk));
       break;
     }
     case What::kEnd:
@@ -186,7 +186,7 @@ void Tracer::OnFrame(int from, std::string_view payload) {
     case What::kPong: {
       if (!from_writer) break;
       const auto sent_ns = in.Get<int64_t>(), answered_ns = in.Get<int64_t>();
-      if (!in.ok()) break;
+      if (!in.ok() || !IsTraceTime(sent_ns) || !IsTraceTime(answered_ns)) break;
       pings_.push_back({sent_ns, answered_ns, NowNs()});
       if (pings_.size() < kPings) SendPing();
       break;
