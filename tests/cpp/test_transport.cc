@@ -92,6 +92,11 @@ TEST(an_id_parts_ranks_and_does_not_join_them) {
   CHECK(parted({"forced=b@" + here, "forced=a@" + here, "forced=a@" + there})
             .starts_with("ranks 1 and 2 have HVD_HOST_ID=a but no network namespace in common"));
   CHECK(parted({"host=" + here, "host=" + there}).starts_with("ranks 0 and 1 have the same boot id but"));
+  CHECK_EQ(hosts({"host=" + here + "/docker-a", "host=" + here + "/docker-b"}), 2);
+  CHECK_EQ(hosts({"host=" + here + "/docker-a", "host=" + here + "/docker-a"}), 1);
+  CHECK_EQ(parted({"host=" + here + "/docker/a", "host=" + here}),
+           "ranks 0 and 1 have the same boot id and network namespace, but a security policy (AppArmor, "
+           "SELinux, seccomp) parts them: 'docker/a' and '', so they share no memory and talk TCP");
 }
 
 // -- exchange --

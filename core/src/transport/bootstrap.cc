@@ -3,11 +3,9 @@
 #include <arpa/inet.h>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <list>
 #include <map>
@@ -45,20 +43,6 @@ std::string PeerAddress(int fd) {
   if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0 && address.sin_family == AF_INET)
     ::inet_ntop(AF_INET, &address.sin_addr, text, sizeof text);
   return text;
-}
-
-UniqueFd ConnectUnix(const std::string& name) {
-  UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (!fd.valid() || name.size() + 1 > sizeof address.sun_path) return {};
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), size) == 0) return fd;
-  const int why = errno;
-  fd.Reset();
-  errno = why;
-  return {};
 }
 
 // The connection may still be in progress; poll tells.

@@ -23,6 +23,8 @@ namespace {
 
 constexpr char kPrefix[] = "hvd1";
 constexpr int kBacklog = 512;
+// In the key of a rank that may not use Unix sockets.
+constexpr char kNoUnix[] = "/no-unix-";
 
 Status Failed(const std::string& what) { return Status(Code::kInvalid, what + ": " + std::strerror(errno)); }
 
@@ -44,25 +46,59 @@ std::string ToText(uint32_t address) {
   return text;
 }
 
+// The first bytes of a file of /proc; "" if it cannot be read.
+std::string ReadStart(const char* path, size_t most) {
+  std::string text(most, '\0');
+  std::FILE* const file = std::fopen(path, "r");
+  text.resize(file == nullptr ? 0 : std::fread(text.data(), 1, most, file));
+  if (file != nullptr) std::fclose(file);
+  return text;
+}
+
 // Boot id and network namespace: processes that differ in one cannot share an abstract socket. Machines that
-// were started from one snapshot are equal in both, but not in their addresses.
+// were started from one snapshot are equal in both, but not in their addresses. And what AppArmor or SELinux
+// call this process: containers with different labels may not talk over one either.
 std::string KeyOfThisHost() {
-  char boot[37] = {};
-  if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
-    [[maybe_unused]] const size_t size = std::fread(boot, 1, 36, file);
-    std::fclose(file);
-  }
+  const std::string boot = ReadStart("/proc/sys/kernel/random/boot_id", 36);
   char space[64] = {};
   [[maybe_unused]] const ssize_t size = ::readlink("/proc/self/ns/net", space, sizeof space - 1);
-  std::string key = std::string(boot) + "/" + space + "/";
+  std::string key = boot + "/" + space + "/";
   if (const auto interfaces = Interfaces(); interfaces.ok()) {
     const auto& all = interfaces.value();
     const auto outer = std::find_if(all.begin(), all.end(), [](const auto& i) { return !i.is_loopback; });
     if (outer != all.end()) key += ToText(outer->address);
   }
-  std::erase_if(key, [](char c) { return c == ';' || c == ',' || c == '@'; });
+  if (const std::string label = ReadStart("/proc/self/attr/current", 256); !label.empty()) key += "/" + label;
+  std::erase_if(key, [](char c) { return c == ';' || c == ',' || c == '@' || c <= ' '; });
   return key;
 }
+
+sockaddr_un Abstract(const std::string& name, socklen_t* size) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  *size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
+}
+
+// A Unix socket of that name that can be reached; not valid, with errno, otherwise.
+UniqueFd ListenUnix(const std::string& name) {
+  UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd.valid()) return {};
+  socklen_t size = 0;
+  const sockaddr_un address = Abstract(name, &size);
+  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) == 0 &&
+      ::listen(fd.get(), kBacklog) == 0 && ConnectUnix(name).valid()) {
+    const UniqueFd tried(::accept4(fd.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    return fd;
+  }
+  const int why = errno;
+  fd.Reset();
+  errno = why;
+  return {};
+}
+
+bool IsForbidden(int why) { return why == EPERM || why == EACCES || why == EAFNOSUPPORT; }
 
 // Addresses of the interfaces that are up, loopback last; only those of `only` unless that is empty.
 Result<std::vector<std::string>> Addresses(const std::string& only) {
@@ -80,6 +116,12 @@ Result<std::vector<std::string>> Addresses(const std::string& only) {
     return Status(Code::kInvalid, "no network interface '" + only + "' (HVD_INTERFACE); there are: " + names);
   }
   return addresses;
+}
+
+// What of a key stands behind boot id, network namespace and address.
+std::string PolicyOf(std::string_view key) {
+  for (int i = 0; i < 3; ++i) key.remove_prefix(std::min(key.find('/'), key.size() - 1) + 1);
+  return std::string(key);
 }
 
 std::vector<std::string_view> Split(std::string_view text, char at) {
@@ -160,17 +202,40 @@ Result<Endpoint> Endpoint::Parse(std::string_view text) {
   return endpoint;
 }
 
+UniqueFd ConnectUnix(const std::string& name) {
+  UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd.valid() || name.size() + 1 > sizeof(sockaddr_un::sun_path)) return {};
+  socklen_t size = 0;
+  const sockaddr_un address = Abstract(name, &size);
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) == 0) return fd;
+  const int why = errno;
+  fd.Reset();
+  errno = why;
+  return {};
+}
+
 std::string PartedRanks(std::span<const Endpoint> endpoints) {
   std::map<std::string, size_t> first;  // by what they look like
   for (size_t rank = 0; rank < endpoints.size(); ++rank) {
     const Endpoint& endpoint = endpoints[rank];
     const bool is_forced = !endpoint.forced_id.empty();
-    const std::string boot = endpoint.host.substr(0, endpoint.host.find('/'));
-    if (!is_forced && boot.empty()) continue;  // there is none
-    const auto [same, is_new] = first.emplace(is_forced ? "@" + endpoint.forced_id : boot, rank);
-    if (is_new || endpoints[same->second].HostKey() == endpoint.HostKey()) continue;
-    return "ranks " + std::to_string(same->second) + " and " + std::to_string(rank) + " have " +
-           (is_forced ? "HVD_HOST_ID=" + endpoint.forced_id : "the same boot id") +
+    const auto parts = Split(endpoint.host, '/');
+    if (!is_forced && parts[0].empty()) continue;  // there is none
+    const auto [same, is_new] =
+        first.emplace(is_forced ? "@" + endpoint.forced_id : std::string(parts[0]), rank);
+    const Endpoint& other = endpoints[same->second];
+    if (is_new || other.HostKey() == endpoint.HostKey()) continue;
+    const std::string who = "ranks " + std::to_string(same->second) + " and " + std::to_string(rank) +
+                            " have " + (is_forced ? "HVD_HOST_ID=" + endpoint.forced_id : "the same boot id");
+    const auto theirs = Split(other.host, '/');
+    const bool one_network = parts.size() > 1 && theirs.size() > 1 && parts[1] == theirs[1];
+    if (one_network && parts.size() + theirs.size() > 6) {
+      return who +
+             " and network namespace, but a security policy (AppArmor, SELinux, seccomp) parts them: '" +
+             PolicyOf(other.host) + "' and '" + PolicyOf(endpoint.host) +
+             "', so they share no memory and talk TCP";
+    }
+    return who +
            " but no network namespace in common, so they share no memory and talk TCP; containers of one "
            "machine that share one (as with docker's --network=host) are one host";
   }
@@ -201,16 +266,10 @@ Result<std::unique_ptr<Listener>> Listener::Bind(const std::string& host_id, con
   }
   endpoint.port = ntohs(any.sin_port);
 
-  listener->unix_.Reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  sockaddr_un name{};
-  name.sun_family = AF_UNIX;
-  std::memcpy(name.sun_path + 1, endpoint.unix_name.data(), endpoint.unix_name.size());
-  const auto name_size =
-      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + endpoint.unix_name.size());
-  if (!listener->unix_.valid() ||
-      ::bind(listener->unix_.get(), reinterpret_cast<sockaddr*>(&name), name_size) != 0 ||
-      ::listen(listener->unix_.get(), kBacklog) != 0) {
-    return Failed("cannot listen on a Unix socket");
+  listener->unix_ = ListenUnix(endpoint.unix_name);
+  if (!listener->unix_.valid()) {
+    if (!IsForbidden(errno)) return Failed("cannot listen on a Unix socket");
+    endpoint.host += std::string(kNoUnix) + RandomHex(8);  // a host of its own: this rank talks TCP
   }
   return listener;
 }

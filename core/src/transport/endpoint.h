@@ -16,9 +16,9 @@ namespace hvd {
 // Ranks are on one host if both are equal: the key says within what an abstract Unix socket can be reached,
 // and an id only parts them further. Containers with one id, and a network namespace each, are two hosts.
 struct Endpoint {
-  std::string host;       // boot id/network namespace/an address
+  std::string host;       // boot id/network namespace/an address, and /a security policy if there is one
   std::string forced_id;  // HVD_HOST_ID; "" for none
-  std::string unix_name;
+  std::string unix_name;  // nobody listens there if the process may not use Unix sockets
   std::vector<std::string> addresses;
   uint16_t port = 0;
 
@@ -51,7 +51,11 @@ Result<std::vector<Interface>> Interfaces();  // those that are up
 std::vector<std::string> InOrderOfTrial(const std::vector<std::string>& addresses,
                                         std::span<const Interface> mine);
 
-// A bound TCP socket (port chosen by the kernel) and a bound abstract Unix socket. Stays open from before the
+// Connected to the abstract Unix socket of that name; not valid, with errno, otherwise.
+UniqueFd ConnectUnix(const std::string& name);
+
+// A bound TCP socket (port chosen by the kernel) and a bound abstract Unix socket. A process that a
+// security policy forbids those is a host of its own, by its endpoint. Stays open from before the
 // endpoint is told to anyone until its rank needs no further Group: never closed and bound again.
 class Listener {
  public:
@@ -61,7 +65,7 @@ class Listener {
 
   const Endpoint& endpoint() const { return endpoint_; }
   int tcp_fd() const { return tcp_.get(); }
-  int unix_fd() const { return unix_.get(); }
+  int unix_fd() const { return unix_.get(); }  // -1: there is none
   // Connections that could not prove to belong to the job.
   uint64_t dropped() const { return dropped_; }
   void CountDropped() { ++dropped_; }
