@@ -2,9 +2,12 @@
 // prints where and goes on; the program exits with 1. Arguments choose tests by name.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <random>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -41,6 +44,15 @@ inline constexpr int kMostPrinted = 20;
 
 inline void Fail(const char* file, int line, const std::string& text) {
   if (++failures <= kMostPrinted) std::cerr << file << ':' << line << ": " << text << std::endl;
+}
+
+// For what is drawn anew in every run. The environment's SEED, or a new one; a failed test prints it.
+inline uint64_t Seed() {
+  static const uint64_t seed = [] {
+    const char* const given = std::getenv("SEED");
+    return given == nullptr ? uint64_t{std::random_device()()} : std::strtoull(given, nullptr, 10);
+  }();
+  return seed;
 }
 
 template <class T>
@@ -85,7 +97,9 @@ int main(int argc, char** argv) {
     const int before = hvd::check::failures;
     test.run();
     ++ran;
-    std::printf("%s %s\n", hvd::check::failures == before ? "ok    " : "FAILED", test.name);
+    const bool is_ok = hvd::check::failures == before;
+    std::printf("%s %s\n", is_ok ? "ok    " : "FAILED", test.name);
+    if (!is_ok) std::printf("SEED=%llu\n", static_cast<unsigned long long>(hvd::check::Seed()));
     std::fflush(stdout);
   }
   if (ran == 0) std::puts("no test of that name");

@@ -2,6 +2,7 @@
 #include <sys/socket.h>
 
 #include <atomic>
+#include <climits>
 #include <deque>
 #include <functional>
 #include <map>
@@ -18,6 +19,10 @@ namespace hvd {
 namespace {
 
 using Bytes = std::vector<std::byte>;
+
+// Of the sweep over a layout.
+constexpr int kMostCuts = 100;
+constexpr int kJobsAtOnce = 8;
 
 // -- plans --
 
@@ -549,39 +554,65 @@ TEST(one_collective_after_another_on_the_same_links) {
 
 // -- faults --
 
-TEST(a_link_cut_at_any_call_ends_every_rank_in_time_without_a_wrong_sum) {
-  for (const Layout& layout : {Layout{1, 1}, Layout{1, 1, 1}, Layout{2, 2}, Layout{1, 2}}) {
-    int failed = 0;
-    for (int cut = 1; cut < 120; cut += layout.size() == 2 ? 5 : 11) {
-      std::atomic<int> calls_left{cut};
-      Options options;
-      options.wrap = [&](std::unique_ptr<Link> link) {
-        return std::make_unique<BreakingLink>(std::move(link), &calls_left, 20'000);
-      };
-      Ranks ranks(layout, options);
-      const int size = SizeOf(layout);
-      const auto begin = Clock::now();
-      ranks.Run([&](int, Collectives& collectives) {
-        for (const size_t count : {100, 60'000, 100, 30'000}) {
-          std::vector<float> data(count, 1);
-          auto* bytes = reinterpret_cast<std::byte*>(data.data());
-          const Piece piece{bytes, bytes, count};
-          HVD_RETURN_IF_ERROR(collectives.Allreduce({&piece, 1}, DType::kFloat32, ReduceOp::kSum, {}));
-          for (const float value : data) CHECK_EQ(value, static_cast<float>(size));
-        }
-        return Status::Ok();
-      });
-      CHECK(Clock::now() - begin < Seconds(3));
-      bool named = false;
-      for (const Status& status : ranks.statuses) {
-        CHECK(status.ok() || status.code() == Code::kPeerLost || status.code() == Code::kAborted);
-        named |= status.text().starts_with("lost rank ");
-        failed += !status.ok();
+// Four sums over links of which one breaks at the cut-th call, counted over all of them, with a check of what
+// is then said. How many ranks failed; *calls is how many calls there were.
+int SumOverABreakingLink(const Layout& layout, int cut, int* calls) {
+  std::atomic<int> calls_left{cut};
+  Options options;
+  options.wrap = [&](std::unique_ptr<Link> link) {
+    return std::make_unique<BreakingLink>(std::move(link), &calls_left, 20'000);
+  };
+  Ranks ranks(layout, options);
+  const int size = SizeOf(layout);
+  const auto begin = Clock::now();
+  std::atomic<bool> is_right{true};
+  ranks.Run([&](int, Collectives& collectives) {
+    for (const size_t count : {100, 60'000, 100, 30'000}) {
+      std::vector<float> data(count, 1);
+      auto* bytes = reinterpret_cast<std::byte*>(data.data());
+      const Piece piece{bytes, bytes, count};
+      HVD_RETURN_IF_ERROR(collectives.Allreduce({&piece, 1}, DType::kFloat32, ReduceOp::kSum, {}));
+      for (const float value : data) {
+        if (value != static_cast<float>(size)) is_right = false;
       }
-      CHECK(named || std::all_of(ranks.statuses.begin(), ranks.statuses.end(),
-                                 [](const Status& s) { return s.ok(); }));
     }
-    CHECK(failed > 8);  // the sweep did cut
+    return Status::Ok();
+  });
+  *calls = cut - calls_left;
+  int failed = 0;
+  bool named = false;
+  for (const Status& status : ranks.statuses) {
+    if (!status.ok() && status.code() != Code::kPeerLost && status.code() != Code::kAborted) is_right = false;
+    named |= status.text().starts_with("lost rank ");
+    failed += !status.ok();
+  }
+  if (!is_right || Clock::now() - begin >= Seconds(3) || named != (failed > 0)) {
+    check::Fail(__FILE__, __LINE__,
+                "cut at call " + std::to_string(cut) + " of " + std::to_string(size) + " ranks on " +
+                    std::to_string(layout.size()) + " hosts");
+  }
+  return failed;
+}
+
+TEST(a_link_cut_at_any_call_ends_every_rank_in_time_without_a_wrong_sum) {
+  std::mt19937_64 random(check::Seed());
+  for (const Layout& layout : {Layout{1, 1}, Layout{1, 1, 1}, Layout{2, 2}, Layout{1, 2}}) {
+    int calls = INT_MAX;  // of a job that looks at its links seldom
+    for (int i = 0; i < 8; ++i) {
+      int calls_of_it = 0;
+      CHECK_EQ(SumOverABreakingLink(layout, INT_MAX, &calls_of_it), 0);
+      calls = std::min(calls, calls_of_it);
+    }
+    // Every call, or every so-manieth from another one on in each run.
+    const int stride = std::max(kFewer, calls / kMostCuts);
+    std::atomic<int> next{1 + static_cast<int>(random() % static_cast<uint64_t>(stride))}, cuts{0}, ended{0};
+    OnEveryRank(kJobsAtOnce, [&](int) {  // who has lost a link waits for a reason
+      for (int cut; (cut = next.fetch_add(stride)) <= calls; ++cuts) {
+        int calls_of_it = 0;
+        ended += SumOverABreakingLink(layout, cut, &calls_of_it) > 0;
+      }
+    });
+    CHECK(ended > cuts / 4);  // the sweep did cut
   }
 }
 
