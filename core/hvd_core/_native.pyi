@@ -160,6 +160,9 @@ class Plan:
     def flags_of_all(self) -> int: ...
     def times(self) -> dict[str, float]: ...
 
+def plan_nbytes(
+    group: Group, tensors: list[tuple[str, str, list[int]]], first_nbytes: int, nbytes: int
+) -> int: ...
 def make_plan(
     group: Group,
     name: str,

@@ -427,16 +427,21 @@ class Group:
         must have been dropped on all ranks.
 
         Fused batches follow the given order; the first one holds `first_bytes` at most, the others
-        `batch_bytes`. All ranks then make the same steps, without messages and on the calling thread:
-        `begin()`, any `ready(i, address)` (of contiguous CPU memory that stays as it is until the step has
-        ended; never waits, in any order), `decline(i)` (not in this step, on no rank), then `end(flags)`,
-        which waits. It returns the members that only other ranks have, which count as zero here: give zeros
-        for each with `supply(i, address)` and call it again, until it returns none. A member that no rank has
-        stays out. `flags_of_any` and `flags_of_all` then join the flags of the ranks; `declined` lists what
-        some rank has declined.
+        `batch_bytes`. Each rank stages up to 16 MiB for the others of its host in shared memory, or one
+        batch if that is larger; raises `InvalidArgument` if there is not so much free.
+
+        All ranks then make the same steps, without messages and on the calling thread: `begin()`, any
+        `ready(i, address)` (of contiguous CPU memory that stays as it is until the step has ended; never
+        waits, in any order), `decline(i)` (not in this step, on no rank), then `end(flags)`, which waits. It
+        returns the members that only other ranks have, which count as zero here: give zeros for each with
+        `supply(i, address)` and call it again, until it returns none. A member that no rank has stays out.
+        `flags_of_any` and `flags_of_all` then join the flags of the ranks; `declined` lists what some rank
+        has declined.
         """
         self._check()
         members = [(member, dtype, list(shape)) for member, dtype, shape in tensors]
+        nbytes = _native.plan_nbytes(self._native, members, first_bytes, batch_bytes)
+        _check_room(nbytes, f"plan {name!r}, batch_bytes={batch_bytes}")
         return _native.make_plan(
             self._native, name, members, int(op), prescale, postscale, first_bytes, batch_bytes
         )
@@ -527,7 +532,7 @@ class Group:
 
 
 #: Less is taken without looking.
-_LOOK_FROM_BYTES = 16 << 20
+_LOOK_FROM_BYTES = 4 << 20
 
 
 def _check_room(nbytes: int, what: str) -> None:

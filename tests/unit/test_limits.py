@@ -16,6 +16,8 @@ from hvd_core import Config, Group, Listener
 from hvd_core.errors import InvalidArgument
 from hvd_core.limits import cpu_quota, free_memory
 
+from .connected import connected
+
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -97,6 +99,24 @@ def test_more_shared_memory_than_there_is_is_an_error_and_no_kill() -> None:
         InvalidArgument, match=r"chunk_bytes=1099511627776 \(HVD_CHUNK_BYTES\): .* bytes of shared"
     ):
         Group.connect(listener, [listener.endpoint] * 2, rank=0, token=b"t", config=config)
+
+
+def test_a_plan_asks_for_room_before_anybody_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = [(f"g{i}", "float32", (1 << 20,)) for i in range(8)]
+
+    def refused(group: Group) -> str:
+        with pytest.raises(InvalidArgument) as error:
+            group.plan(gradients, name="p")
+        return str(error.value)
+
+    with connected(2) as ranks:
+        with monkeypatch.context() as tight:
+            tight.setattr("hvd_core.group.free_memory", lambda: 12 << 20)
+            for text in ranks.on_every(refused):
+                assert text.startswith("plan 'p', batch_bytes=4194304: 16,7"), text
+                assert "12,582,912 are free here" in text
+        plans = ranks.on_every(lambda group: group.plan(gradients, name="p"))
+        assert all(plan is not None for plan in plans)
 
 
 @contextlib.contextmanager

@@ -53,6 +53,14 @@ void WaitFor(Step step) {
   }
 }
 
+// What this rank stages for the others of its host, and their words.
+size_t SharedNbytes(nb::object self, const std::vector<Tensor>& tensors, size_t first_nbytes, size_t nbytes) {
+  PlanSpec spec;
+  for (const Tensor& tensor : tensors) spec.members.push_back(MakeMember(tensor));
+  spec.limits = {first_nbytes, nbytes};
+  return Plan::WordsNbytes(spec, python.group_of(self).topology().local_size());
+}
+
 std::shared_ptr<Plan> Make(nb::object self, const std::string& name, const std::vector<Tensor>& tensors,
                            int reduce, double prescale, double postscale, size_t first_nbytes,
                            size_t nbytes) {
@@ -121,6 +129,7 @@ void BindPlan(nb::module_& m, const Python& lent) {
       .def_prop_ro("flags_of_any", [](const Plan& plan) { return plan.outcome().flags_of_any; })
       .def_prop_ro("flags_of_all", [](const Plan& plan) { return plan.outcome().flags_of_all; })
       .def("times", &Times);
+  m.def("plan_nbytes", &SharedNbytes, "group"_a, "tensors"_a, "first_nbytes"_a, "nbytes"_a);
   // The plan calls into the Group.
   m.def("make_plan", &Make, "group"_a, "name"_a, "tensors"_a, "reduce"_a, "prescale"_a, "postscale"_a,
         "first_nbytes"_a, "nbytes"_a, nb::keep_alive<0, 1>());
