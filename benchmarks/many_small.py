@@ -6,15 +6,23 @@ Beside them the peers' ways with the same 500 tensors, and what no library can g
 calls of a C function that gets a tensor and a name and does nothing, and 500 waits for handles that are done.
 Nothing is reduced in it, so the least that 500 tensors can take is that and the one tensor. That 500 places
 cost no more memory time than one is shown by `build/check/bench_shm_roofline many PAIRS`.
+
+The rows "hvd: ..." and "calls alone: ..." divide these two, turn by turn on the rank that submitted last,
+since the other one waits for it: the submissions; the first wait, in which all is agreed on and moved
+(`work_s` of the Group's `stats`: copies, sums, and what this rank waits for the other in between); the other
+waits.
 """
 
 from __future__ import annotations
 
 import operator
 import random
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import report
 import side_by_side
 import tensors
@@ -28,6 +36,54 @@ import hvd_core.torch as hvd
 
 MANY, COUNT = 500, 1024
 CALLS = "calls alone"
+SUBMITS, AGREES, MOVES, WAITS = PARTS = ("500 submissions", "agreeing", "moving the bytes", "499 waits")
+
+
+@dataclass
+class Parts:
+    """Seconds of what a call is made of, by part and turn."""
+
+    group: Any
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    _turn: dict[str, float] = field(default_factory=dict)
+    _work_s: float = 0.0
+
+    def run(self, submit: Callable[[], list[Any]], wait: Callable[[Any], object]) -> None:
+        begin = time.perf_counter()
+        handles = submit()
+        submitted = time.perf_counter()
+        wait(handles[0])
+        first = time.perf_counter()
+        for handle in handles[1:]:
+            wait(handle)
+        end = time.perf_counter()
+        self._turn = {SUBMITS: submitted - begin, AGREES: first - submitted, WAITS: end - first}
+
+    def of(self, contender: Contender) -> Contender:
+        """The same with notes, taken outside of the timing."""
+
+        def prepare(turn: int) -> None:
+            contender.prepare(turn)
+            self._work_s = self.group.stats()["work_s"]
+
+        def check(turn: int) -> None:
+            work_s = self.group.stats()["work_s"] - self._work_s
+            moved = min(work_s, self._turn[AGREES])  # the Group's thread may have worked before
+            self._turn = {**self._turn, AGREES: self._turn[AGREES] - moved, MOVES: moved}
+            for part in PARTS:
+                self.seconds.setdefault(part, []).append(self._turn[part])
+            contender.check(turn)
+
+        return Contender(contender.name, contender.call, prepare, check)
+
+    def medians(self, ranks: Ranks, turns: int) -> dict[str, float]:
+        """Of the last `turns`, each on the rank that submitted last."""
+        by_rank = ranks.gather({part: taken[-turns:] for part, taken in self.seconds.items()})
+        last = np.argmax([theirs[SUBMITS] for theirs in by_rank], axis=0)
+        return {
+            part: float(np.median(np.choose(last, [theirs[part] for theirs in by_rank])))
+            for part in self.seconds
+        }
 
 
 def measure(ranks: Ranks, budget_s: float) -> list[dict[str, Any]]:
@@ -37,11 +93,13 @@ def measure(ranks: Ranks, budget_s: float) -> list[dict[str, Any]]:
     names = [f"small.{i}" for i in range(MANY)]
     order = list(range(MANY))
     shuffle = random.Random(ranks.rank).shuffle
+    parts = {"hvd": Parts(group), CALLS: Parts(group)}
 
     def by_torch() -> None:
-        handles = [hvd.allreduce_async_(small[i], name=names[i], op=hvd.Sum) for i in order]
-        for handle in handles:
-            hvd.synchronize(handle)
+        parts["hvd"].run(
+            lambda: [hvd.allreduce_async_(small[i], name=names[i], op=hvd.Sum) for i in order],
+            hvd.synchronize,
+        )
 
     def by_group() -> None:
         handles = [group.allreduce_async(arrays[i], name=names[i]) for i in order]
@@ -63,16 +121,18 @@ def measure(ranks: Ranks, budget_s: float) -> list[dict[str, Any]]:
         handle.wait()
 
     def calls_alone() -> None:
-        handles = [operator.is_(small[i], names[i]) for i in order]
-        for _, handle in zip(handles, done, strict=True):
-            handle.wait()
+        def submit() -> list[Any]:
+            _ = [operator.is_(small[i], names[i]) for i in order]
+            return done
+
+        parts[CALLS].run(submit, type(done[0]).wait)
 
     contenders = [
         tensors.hvd_allreduce(ranks, torch.empty(MANY * COUNT), "one tensor"),
-        shuffled(several(ranks, "hvd", small, by_torch)),
+        parts["hvd"].of(shuffled(several(ranks, "hvd", small, by_torch))),
         shuffled(several(ranks, "Group", small, by_group)),
         several(ranks, "grouped", small, grouped),
-        shuffled(unchecked(several(ranks, CALLS, small, calls_alone))),
+        parts[CALLS].of(shuffled(unchecked(several(ranks, CALLS, small, calls_alone)))),
         *peers(ranks, small),
     ]
     times = race(ranks, contenders, budget_s=budget_s)
@@ -88,6 +148,11 @@ def measure(ranks: Ranks, budget_s: float) -> list[dict[str, Any]]:
                 "95%": f"{low:.2f}-{high:.2f}",
             }
         )
+    one = float(np.median(times["one tensor"]))
+    for name, notes in parts.items():
+        for part, seconds in notes.medians(ranks, len(times[name])).items():
+            row = {"way": f"{name}: {part}", "turns": len(times[name]), "median_us": seconds * 1e6}
+            rows.append({**row, "of one tensor": seconds / one, "95%": None})
     return rows
 
 

@@ -6,6 +6,9 @@ MLPs of 25 and 110 M parameters. Four copies of the same model take turns: witho
 barrier only, with DistributedOptimizer, with torch's DistributedDataParallel on gloo. `after_backward_ms` is
 what comes after the backward, less the same without communication: what the backward does not hide. DDP waits
 within the backward and has nothing left there.
+
+The last two rows are hvd without and with a timeline, which take turns of several steps with each other only,
+so that what is written while a program trains is written within the turns.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import report
 import side_by_side
 import torch
 import training
-from race import median_us, race
+from race import median_us, race, ratio
 from side_by_side import Ranks
 
 ROWS = 32
 MODELS = {"25 M": 6, "110 M": 26, "tiny": 1}
+TIMELINE_STEPS = 4
+#: Columns that say what communication adds to a step.
+_ADDED = ("adds_ms", "after_backward_ms", "adds / DDP adds")
 
 
 def measure(ranks: Ranks, models: list[str], budget_s: float) -> list[dict[str, Any]]:
@@ -47,6 +53,29 @@ def measure(ranks: Ranks, models: list[str], budget_s: float) -> list[dict[str, 
     return rows
 
 
+def measure_timeline(ranks: Ranks, model: str, budget_s: float) -> tuple[list[dict[str, Any]], float]:
+    """Two rows, and the time with a timeline over that without."""
+    ranks.connect_hvd()
+    ranks.connect_gloo()
+    ranks.pin()
+    torch.set_num_threads(1)
+    batch = torch.randn(ROWS, 2048, generator=torch.Generator().manual_seed(ranks.rank))
+    names = (training.HVD, training.TIMELINE)
+    ways, _ = training.contenders(
+        ranks, lambda: training.mlp(MODELS[model]), batch, steps=TIMELINE_STEPS, names=names
+    )
+    times = race(ranks, ways, budget_s=budget_s)
+    rows = []
+    for name, taken in times.items():
+        row: dict[str, Any] = {
+            "model": f"{model}, {TIMELINE_STEPS} steps a turn",
+            "way": name,
+            "pairs": len(taken),
+        }
+        rows.append(row | {"median_ms": median_us(taken) / 1e3 / TIMELINE_STEPS} | dict.fromkeys(_ADDED))
+    return rows, ratio(times[training.TIMELINE], times[training.HVD])[0]
+
+
 def main() -> None:
     options = report.arguments(__doc__).parse_args()
     figure = report.Figure("step", "step time, and what communication adds to it", options.quick)
@@ -59,6 +88,15 @@ def main() -> None:
         if row["way"] == training.HVD:
             what = f"{row['model']}: added by hvd / by DDP on gloo"
             figure.targets.append(report.Target(what, row["adds / DDP adds"], 0.4, at_most=True))
+    model = models[0]
+    outcome = side_by_side.run(
+        measure_timeline, size=2, model=model, budget_s=0.05 if options.quick else 25.0
+    )
+    figure.saw(outcome)
+    rows, cost = outcome.value
+    figure.rows += rows
+    what = f"{model}: a step with a timeline / without"
+    figure.targets.append(report.Target(what, cost, 1.02, at_most=True))
     figure.publish()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ import hvd_core.torch as hvd
 #: `WAIT` moves no gradient and meets the other rank before each step of the optimizer: what any way to train
 #: in step costs, whatever it is made of.
 ALONE, WAIT, HVD, DDP = "no communication", "barrier only", "hvd", "DDP gloo"
+#: hvd while rank 0 writes a timeline of all ranks.
+TIMELINE = "hvd, timeline"
 #: So small that the gradients of the first steps are the same.
 RATE = 1e-6
 
@@ -48,13 +52,17 @@ Tails = dict[str, list[float]]
 
 
 def contenders(
-    ranks: Ranks, make: Callable[[], torch.nn.Module], batch: torch.Tensor, steps: int = 1
+    ranks: Ranks,
+    make: Callable[[], torch.nn.Module],
+    batch: torch.Tensor,
+    steps: int = 1,
+    names: Sequence[str] = (ALONE, WAIT, HVD, DDP),
 ) -> tuple[list[Contender], Tails]:
-    """Forward, backward and step, `steps` times a turn."""
+    """Forward, backward and step, `steps` times a turn, in the ways `names`."""
     expected = _mean_gradients(make, batch, ranks.size)
     tails: Tails = defaultdict(list)
-    ways = [_way(name, make, batch, steps, expected, tails[name]) for name in (ALONE, WAIT, HVD, DDP)]
-    return ways, tails
+    ways = [_way(name, make, batch, steps, expected, tails[name]) for name in names]
+    return [_with_timeline(ranks, way) if way.name == TIMELINE else way for way in ways], tails
 
 
 def _mean_gradients(
@@ -83,7 +91,7 @@ def _way(
     net: Any = make()
     parameters = list(net.parameters())
     optimizer = torch.optim.SGD(net.parameters(), RATE)
-    if name == HVD:
+    if name in (HVD, TIMELINE):
         optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
     elif name == DDP:
         net = torch.nn.parallel.DistributedDataParallel(net)
@@ -109,3 +117,22 @@ def _way(
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-2, atol=atol)
 
     return Contender(name, call, lambda _: None, check)
+
+
+def _with_timeline(ranks: Ranks, way: Contender) -> Contender:
+    """A timeline of each turn, begun and ended outside of the timing."""
+    folder = tempfile.TemporaryDirectory()
+
+    def prepare(turn: int) -> None:
+        hvd.start_timeline(Path(folder.name, "timeline.json"))
+        time.sleep(0.005)  # until the other ranks have heard of it
+        hvd.barrier()
+
+    def check(turn: int) -> None:
+        hvd.stop_timeline()
+        way.check(turn)
+        if ranks.rank == 0:
+            events = Path(folder.name, "timeline.json").read_text()
+            assert all(f'"pid":{rank},' in events for rank in range(ranks.size)), "a rank without events"
+
+    return Contender(way.name, way.call, prepare, check)
