@@ -111,7 +111,23 @@ def on_rank() -> None:
         train(whole, plain, STEPS)
         assert same(whole.state_dict(), again.state_dict()), kind
         assert same(whole.state_dict(), other.state_dict()), kind
+    whole, net = Net(), Net()
+    scaled(whole, hvd.DistributedOptimizer(torch.optim.Adam(groups_of(whole))))
+    scaled(net, hvd.ShardedOptimizer(torch.optim.Adam(groups_of(net))))
+    assert same(whole.state_dict(), net.state_dict())
     memory_and_errors()
+
+
+def scaled(net: Any, optimizer: Any) -> None:
+    """With a loss scaler, which all ranks lower when one of them overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(net, step)
+        scaler.scale(loss * float("inf") if (step, hvd.rank()) == (1, 2) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
 
 
 def memory_and_errors() -> None:
@@ -139,6 +155,8 @@ def memory_and_errors() -> None:
         hvd.ShardedOptimizer(hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1)))
     with pytest.raises(InvalidArgument, match=r"one of shape \(4, 2\) is not"):
         hvd.ShardedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 4).t())], 0.1))
+    with pytest.raises(InvalidArgument, match="a state of its own"):
+        hvd.broadcast_optimizer_state(sharded, root_rank=0)
     with pytest.raises(InvalidArgument, match="make it anew"):
         sharded.add_param_group({"params": [p]})
     table = torch.nn.Embedding(5, 2, sparse=True)

@@ -13,6 +13,7 @@ from ..errors import InvalidArgument
 from ..objects import broadcast_object
 from .functions import check_names
 from .handles import synchronize
+from .sharded import ShardedOptimizer
 from .transfers import broadcast_async, broadcast_async_
 
 
@@ -26,7 +27,7 @@ def broadcast_optimizer_state(
     Every rank calls it with an optimizer of the same class over parameters of the same shapes in the same
     groups; a difference raises `MismatchError` on all, naming the first. The other ranks unpickle what root
     sent, except for the tensors of the state. `model` is taken for Horovod's sake and not needed. Raises
-    `InvalidArgument` for LBFGS, whose state is the history of one rank's own search.
+    `InvalidArgument` for LBFGS, whose state is the history of one rank's own search, and `ShardedOptimizer`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"expected a torch.optim.Optimizer, got {type(optimizer).__qualname__}")
@@ -34,6 +35,11 @@ def broadcast_optimizer_state(
         raise InvalidArgument(
             "broadcast_optimizer_state does not support torch.optim.LBFGS: make it anew on all ranks, "
             "after broadcast_parameters"
+        )
+    if isinstance(optimizer, ShardedOptimizer):
+        raise InvalidArgument(
+            "each rank of a ShardedOptimizer has a state of its own: broadcast that of the optimizer which "
+            "it is made from, or give load_state_dict the same on all ranks"
         )
     check_names("broadcast_optimizer_state", list(_outline(optimizer)), root_rank)
     group = basics.default_group()
