@@ -99,8 +99,7 @@ def _label(layer: SyncBatchNorm, group: Group) -> str:
     """All ranks run their layers for the first time in the same order."""
     known = _labels.get(layer)
     if known is None or known[0]() is not group:
-        of_set = getattr(layer.process_set, "process_set_id", 0)
-        name = basics.next_name(f"SyncBatchNorm.{of_set}" if of_set else "SyncBatchNorm")
+        name = basics.next_name("SyncBatchNorm", layer.process_set)
         known = _labels[layer] = weakref.ref(group), name
     return known[1]
 

@@ -267,11 +267,7 @@ class Distributor:
     def _label_in(self, group: Group) -> str:
         """The name of our collectives; numbers start anew with each Group."""
         if self._label_of is None or self._label_of() is not group:
-            # By process set: ranks outside of it may not know of this optimizer, and so not count it.
-            of_set = getattr(self._process_set, "process_set_id", 0)
-            self._label = basics.next_name(
-                f"DistributedOptimizer.{of_set}" if of_set else "DistributedOptimizer"
-            )
+            self._label = basics.next_name("DistributedOptimizer", self._process_set)
             self._label_of = weakref.ref(group)
         return self._label
 

@@ -91,7 +91,7 @@ class ShardedOptimizer(optim.Optimizer):
         self._group, self._process_set = basics.group_of(process_set), process_set
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._parts = _parts_of(self.param_groups, self._group.size)
-        self._label = basics.next_name("ShardedOptimizer")
+        self._label = basics.next_name("ShardedOptimizer", process_set)
         self._own, self._inner = self._make_inner(type(optimizer))
         if optimizer.state:
             self.load_state_dict(optimizer.state_dict())
