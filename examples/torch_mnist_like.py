@@ -6,6 +6,7 @@ What changed from `horovod.torch` is the import.
 """
 
 import argparse
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,8 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, epoch: int, passes: int):
     model.train()
     loader.sampler.set_epoch(epoch)  # shuffle anew, alike on all ranks
-    for batch, (x, y) in enumerate(loader):
+    whole_steps = islice(loader, len(loader) // passes * passes)
+    for batch, (x, y) in enumerate(whole_steps):
         loss = F.nll_loss(model(x), y) / passes
         loss.backward()
         if (batch + 1) % passes == 0:

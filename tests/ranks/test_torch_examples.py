@@ -18,6 +18,7 @@ def hvdrun(*words: str) -> str:
     command = [sys.executable, "-m", "hvd_core.launch.hvdrun", "-np", "2", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     return done.stdout
 
 
@@ -26,7 +27,7 @@ def test_digits() -> None:
     out = hvdrun(str(EXAMPLES / "torch_mnist_like.py"), *options)
     tests = re.findall(r"^\[0\] test: loss [\d.]+, accuracy ([\d.]+) of 297 rows$", out, re.MULTILINE)
     assert len(tests) == 5
-    assert float(tests[-1]) > 0.9
+    assert float(tests[-1]) > 0.85
     assert "[1]" not in out  # only rank 0 talks
 
 
