@@ -30,7 +30,12 @@ class _Session:
     def __init__(self, group: Group):
         self.group = group
         self.sets = ProcessSets(group)
-        self.next_name = Names().next
+        self._names = Names()
+        self.next_name = self._names.next
+
+    def restart_names(self) -> None:
+        self._names = Names(self._names.joins + 1)
+        self.next_name = self._names.next
 
     def close(self) -> None:
         self.sets.close()
@@ -114,6 +119,15 @@ def next_name(kind: str, process_set: Any = None) -> str:
     """`kind.noname.N`: the name of a collective whose caller gave none. N counts the calls of this kind with
     this process set, so its ranks must leave names out in the same order."""
     return (process_set if isinstance(process_set, ProcessSet) else _current()).next_name(kind)
+
+
+def join() -> int:
+    """`Group.join` of all ranks. The counters of `next_name` then start anew, since some ranks have made more
+    calls than others."""
+    session = _current()
+    last = session.group.join()
+    session.restart_names()
+    return last
 
 
 def rank() -> int:

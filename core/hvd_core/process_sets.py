@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 class Names:
     """Of collectives whose callers give none: `kind.noname.N`, where N counts the calls of this kind. For one
-    set of ranks, since only they count alike."""
+    set of ranks, since only they count alike; after a join `kind.noname.N.joins`, counted anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, joins: int = 0) -> None:
+        self.joins = joins
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._lock = threading.Lock()
 
     def next(self, kind: str) -> str:
         with self._lock:
-            return f"{kind}.noname.{next(self._counters[kind])}"
+            name = f"{kind}.noname.{next(self._counters[kind])}"
+        return f"{name}.{self.joins}" if self.joins else name
 
 
 class ProcessSet:

@@ -36,6 +36,7 @@ def test_ranks_with_less_data_join_and_the_others_go_on() -> None:
                 assert rows.tolist() == [[len(there)] * 3]
                 came = hvd.alltoall(torch.full((size,), rank), name="each")
                 assert came.tolist() == there
+                assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [len(there)] * 3
                 hvd.barrier()
             if rank == size - 1:
                 with pytest.raises(MismatchError, match="b: its root, rank 1, has joined"):
@@ -63,3 +64,29 @@ def test_one_rank_joins_itself() -> None:
         assert hvd.join() == rank == 0
 
     run_ranks(1, body)
+
+
+def test_optimizers_of_ranks_with_less_data() -> None:
+    """Two optimizers with a plan each, and an epoch in which a rank has nothing to do."""
+    size = 3
+    epochs = [[3, 3, 3], [1, 4, 6], [5, 0, 2]]
+
+    def body(rank: int) -> None:
+        weights = [torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(2))]
+        optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([w], lr=1.0)) for w in weights]
+        for steps in epochs:
+            expected = [w.detach().clone() for w in weights]
+            for step in range(steps[rank]):
+                there = [r for r in range(size) if step < steps[r]]
+                for i in (0, 1):
+                    optimizers[i].zero_grad()
+                    (weights[i] * (rank + 1) * (i + 1)).sum().backward()
+                    optimizers[i].step()
+                for i, value in enumerate(expected):
+                    value -= (i + 1) * sum(r + 1 for r in there) / size
+                    assert torch.allclose(weights[i], value)
+            last = hvd.join()
+            assert last == hvd.broadcast_object(last, 0)
+            hvd.broadcast_parameters(enumerate(weights), root_rank=steps.index(max(steps)))
+
+    run_ranks(size, body)

@@ -26,6 +26,9 @@ class _SessionOfThread:
     def sets(self) -> Any:
         return _mine.session.sets
 
+    def restart_names(self) -> None:
+        _mine.session.restart_names()
+
     def next_name(self, kind: str) -> str:
         return _mine.session.next_name(kind)
 

@@ -53,6 +53,7 @@ from .batchnorm import SyncBatchNorm
 from .compression import Compression
 from .functions import broadcast_parameters
 from .handles import poll, synchronize
+from .joining import join
 from .optimizer import DistributedOptimizer
 from .optimizer_state import broadcast_optimizer_state
 from .places import summary
@@ -86,7 +87,6 @@ from .transfers import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-    join,
 )
 
 Average = ReduceOp.Average

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,8 @@ class Distributor:
         optimizer = self._optimizer()
         assert optimizer is not None
         self._attached = True
+        with _lock:
+            _attached.add(self)
         self._label_in(self._group())  # optimizers are made in the same order on all ranks, not used so
         self._current_params()
         optimizer.register_step_pre_hook(self._before_step)
@@ -255,6 +258,9 @@ class Distributor:
             self._planned, self._planned_in = None, None
         return self._planned
 
+    def plan_in(self, group: Group) -> PlannedGradients | None:
+        return self._planned if self._planned_in is not None and self._planned_in() is group else None
+
     def _make_plan(self, group: Group) -> None:
         """Right after gradients were reduced, so that all ranks come here together."""
         self._planned, self._planned_in = None, weakref.ref(group)
@@ -313,3 +319,14 @@ class Distributor:
         optimizer = self._optimizer()
         assert optimizer is not None
         return state_of_copy(optimizer)
+
+
+_lock = threading.Lock()
+_attached: weakref.WeakSet[Distributor] = weakref.WeakSet()
+
+
+def plans_in(group: Group) -> list[PlannedGradients]:
+    """Of all optimizers of this process that reduce in `group`."""
+    with _lock:
+        plans = [distributor.plan_in(group) for distributor in _attached]
+    return [plan for plan in plans if plan is not None]

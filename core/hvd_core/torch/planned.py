@@ -18,6 +18,7 @@ from .gradients import Reduction
 # What a rank shows the others at the end of a step.
 _ABANDONED = 1  # the backward that began this step has failed
 _CHANGED = 2  # the optimizer has other parameters than the plan
+_JOINED = 4  # this rank has no more data, and steps only for the others
 
 _DTYPES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -141,6 +142,16 @@ class PlannedGradients:
             raise MismatchError(_DISAGREE)
         changed = bool(self._native.flags_of_any & _CHANGED)
         return Left([self._order[member] for member in self._native.declined], changed)
+
+    def stand_in(self) -> None:
+        """For a rank that has joined: makes the others' steps with them, without gradients, until all ranks
+        have joined."""
+        while True:
+            if not self._native.is_open:
+                self._native.begin()
+            self._end(_JOINED, lambda member: torch.zeros_like(self._members[member].detach()))
+            if self._native.flags_of_all & _JOINED:
+                return
 
     def leave(self) -> None:
         """Takes part no more; to be called before the plan is dropped."""

@@ -145,13 +145,6 @@ class _Broadcast(torch.autograd.Function):
         return averaged, None, None, None
 
 
-def join(device: int = -1) -> int:
-    """Says that this rank has no more data, and waits until all ranks have said so; returns the rank that did
-    last. Meanwhile the others' collectives over all ranks do without it; see `Group.join`. `device` is there
-    for Horovod's sake."""
-    return basics.default_group().join()
-
-
 def barrier(process_set: Any = _G) -> None:
     """Returns when every rank has called it. Other collectives may be in flight."""
     basics.group_of(process_set).barrier()
