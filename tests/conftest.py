@@ -30,7 +30,11 @@ def children() -> dict[int, str]:
     """pid → command line of the children of this process that are still running."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:  # the thread has ended meanwhile; its children are another's now
+            continue
+        for pid in map(int, pids):
             try:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
