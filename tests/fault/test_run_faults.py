@@ -314,8 +314,8 @@ def test_an_argument_that_does_not_unpickle_in_the_rank() -> None:
 
 def test_timeout_names_who_was_not_done() -> None:
     began = time.monotonic()
-    with pytest.raises(LaunchTimeout, match="rank 1 was not done after 3 s") as raised:
-        run(_one_is_slow, num_proc=2, timeout_s=3)
+    with pytest.raises(LaunchTimeout, match="rank 1 was not done after 8 s") as raised:
+        run(_one_is_slow, num_proc=2, timeout_s=8)  # rank 0 imports within it, also on a busy machine
     assert isinstance(raised.value, TimeoutError)
     assert f'  File "{__file__}", line {_one_is_slow.__code__.co_firstlineno + 2} in _one_is_slow' in str(
         raised.value
