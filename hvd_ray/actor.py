@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from hvd_core.errors import RankFailed, RankFailure, first_cause
 from hvd_core.launch.pickling import dumps_result
 
 from . import worker
+from .places import Offer
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,11 @@ class Rank:
         worker.set_live(live)
         self._executable: Any = None
 
-    def listen(self) -> worker.Offer:
+    def listen(self) -> Offer:
         return worker.listen({})
 
-    def join(self, rank: int, offers: Sequence[worker.Offer], token: bytes, gpus: str | None) -> None:
-        """gpus: for CUDA_VISIBLE_DEVICES; nothing of the user has been imported yet."""
-        if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-        worker.join(rank, offers, token)
+    def join(self, rank: int, offers: Sequence[Offer], token: bytes, gpus: str | None) -> None:
+        worker.join(rank, offers, token, gpus)
 
     def make(self, payload: bytes) -> bytes | Failed:
         """payload: from `dumps(executable_cls, args, kwargs)`."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 
 from hvd_core.config import Config
-from hvd_core.errors import InvalidArgument
+from hvd_core.errors import InvalidArgument, no_such
 
 from . import worker
 
@@ -24,6 +23,9 @@ class HorovodConfig(BackendConfig):
     timeout_s: all ranks must have connected this long after the first. start_timeout_s: how long to wait
     while others use the CPUs or GPUs that the workers need. env: names and strings set in each worker before
     it connects, such as HVD_TIMELINE. A misspelt option raises InvalidArgument.
+
+    replace_workers: when a worker fails only that one is replaced, `max_failures` times in all, and the
+    others keep their process: for loops in `hvd.elastic.run`, which wait `start_timeout_s` for it at most.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class HorovodConfig(BackendConfig):
         timeout_s: float = 60.0,
         start_timeout_s: float = 600.0,
         env: Mapping[str, str] | None = None,
+        replace_workers: bool = False,
         **unknown: Any,
     ):
         refuse_unknown(type(self), unknown)
         self.timeout_s, self.start_timeout_s = float(timeout_s), float(start_timeout_s)
+        self.replace_workers = replace_workers
         self.env = {**Config(connect_timeout_s=self.timeout_s).to_env(), **dict(env or {})}
 
     def with_env(self, more: Mapping[str, str]) -> HorovodConfig:
@@ -45,6 +49,10 @@ class HorovodConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
+        if self.replace_workers:
+            from .replacing import ReplacingBackend  # of Ray's insides
+
+            return ReplacingBackend
         return HorovodBackend
 
     @property
@@ -52,7 +60,8 @@ class HorovodConfig(BackendConfig):
         return worker.in_group
 
     def to_dict(self) -> dict[str, Any]:
-        return {"timeout_s": self.timeout_s, "start_timeout_s": self.start_timeout_s}
+        names = ("timeout_s", "start_timeout_s", "replace_workers")
+        return {name: getattr(self, name) for name in names}
 
 
 class HorovodBackend(Backend):
@@ -77,11 +86,4 @@ def refuse_unknown(cls: type, unknown: Mapping[str, Any]) -> None:
     """Raises InvalidArgument that names the option closest to each unknown one."""
     known = [name for name in inspect.signature(cls).parameters if name != "unknown"]
     for name in unknown:
-        raise InvalidArgument(nearest(cls.__name__, name, known))
-
-
-def nearest(owner: str, name: str, known: Sequence[str]) -> str:
-    """What to say of an option that `owner` does not have."""
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{owner} has no option {name!r}{hint} (it has {', '.join(known)})"
+        raise InvalidArgument(no_such(cls.__name__, "option", name, known))

@@ -18,7 +18,7 @@ import pyarrow as pa
 import ray
 from ray.train import Result, RunConfig, ScalingConfig
 
-from hvd_core.errors import InvalidArgument, RowsLost
+from hvd_core.errors import InvalidArgument, RowsLost, no_such
 from hvd_core.launch import dumps
 from hvd_core.launch.display import Progress
 from hvd_core.train import FitResult, Layout, TrainSpec, plan_layout
@@ -26,7 +26,7 @@ from hvd_core.train.columns import columns_of
 from hvd_core.train.framework import framework_for, portable
 
 from . import here, rank
-from .backend import HorovodConfig, nearest
+from .backend import HorovodConfig
 from .failure import WorkerFailed
 from .model import HorovodModel
 from .resources import require
@@ -76,7 +76,7 @@ class HorovodEstimator:
         own = [name for name in inspect.signature(type(self)).parameters if name != "spec"]
         for name in spec:
             if name not in _SPEC:
-                raise InvalidArgument(nearest(type(self).__name__, name, [*own, *_SPEC]))
+                raise InvalidArgument(no_such(type(self).__name__, "parameter", name, [*own, *_SPEC]))
         if num_proc is not None and (not isinstance(num_proc, int) or num_proc < 1):
             raise InvalidArgument(f"num_proc must be a whole number of at least 1, not {num_proc!r}")
         self.spec = TrainSpec(**spec)

@@ -7,7 +7,7 @@ import pickle
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -24,9 +24,9 @@ from hvd_core.world import World
 from . import actor, here
 from .backend import refuse_unknown
 from .failure import cause_of
+from .places import Neighbours, visible_gpus
 from .resources import require
 from .resources import text as _text
-from .worker import Neighbours, Offer
 
 #: An echo (a lost peer) is not the cause; that must be heard of within this time.
 _CAUSE_WITHIN_S = 2.0
@@ -319,23 +319,11 @@ class _Ended:
         return not first_cause(self.failures).echo or time.monotonic() - self._since > _CAUSE_WITHIN_S
 
     def error(self) -> RankFailed:
-        return RankFailed(first_cause(self.failures))
+        found = first_cause(self.failures)
+        return RankFailed(replace(found, node=found.node or self._deaths.where(found.rank)))
 
     def cause(self) -> BaseException | None:
         """The rank's own exception, where it can be unpickled here."""
         with contextlib.suppress(Exception):
             return pickle.loads(self._exceptions[first_cause(self.failures).rank])
         return None
-
-
-def visible_gpus(offers: Sequence[Offer]) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES becomes, by rank: all GPUs of the node's workers, so that a rank's own is
-    number `local_rank` and its neighbours' can be reached; where they share GPUs, or have several each, only
-    its own. None: Ray gives none, leave it as it is."""
-    found: list[str | None] = []
-    for offer in offers:
-        together = [gpu for other in offers if other.node == offer.node for gpu in other.gpus]
-        alone = all(len(other.gpus) == 1 for other in offers if other.node == offer.node)
-        shown = together if alone and len(set(together)) == len(together) else list(offer.gpus)
-        found.append(",".join(shown) if offer.gpus else None)
-    return found

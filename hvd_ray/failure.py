@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from ray.train import WorkerGroupError
 
 from hvd_core.errors import RankFailed, RankFailure, first_cause
 
+from .places import node_text
 from .worker import recorded
 
 
@@ -50,13 +52,22 @@ def _records(error: BaseException) -> list[RankFailure]:
 
 def _described(error: BaseException, rank: int) -> RankFailure:
     """Of a worker that could not say anything itself."""
-    died = next((one for one in _chain(error) if isinstance(one, RayActorError)), None)
+    chain = _chain(error)
+    node, now = _node("\n".join(map(str, chain))), time.time()
+    died = next((one for one in chain if isinstance(one, RayActorError)), None)
     if died is None:
         words = str(error).strip().splitlines() or [""]
         return RankFailure(
-            rank, "exception", exc_type=type(error).__name__, message=words[-1], at=time.time()
+            rank, "exception", exc_type=type(error).__name__, message=words[-1], node=node, at=now
         )
-    return RankFailure(rank, "lost", traceback=_death(str(died)), retryable=True, at=time.time())
+    return RankFailure(rank, "lost", traceback=_death(str(died)), node=node, retryable=True, at=now)
+
+
+def _node(text: str) -> str:
+    """As Ray Train writes of a worker that does not answer; "" elsewhere."""
+    found = [re.search(rf"\b{name}='([^']*)'", text) for name in ("node_ip", "hostname", "node_id")]
+    known = [match[1] for match in found if match is not None]
+    return node_text(*known) if len(known) == len(found) else ""
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -12,7 +12,7 @@ import ray
 from ray.train import ControllerError, Result, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from hvd_core.errors import LaunchFailed
+from hvd_core.errors import InvalidArgument, LaunchFailed
 from hvd_core.launch import dumps
 from hvd_core.train.trackers import tracking_env
 
@@ -74,10 +74,13 @@ class HorovodTrainer(DataParallelTrainer):
 
         When a worker dies or raises, whatever it raised, Ray starts all again,
         `run_config.failure_config.max_failures` times, and they find the last checkpoint in
-        `ray.train.get_checkpoint()`; the error is then the last attempt's. Ctrl-C ends the workers.
+        `ray.train.get_checkpoint()`; the error is then the last attempt's. With
+        `HorovodConfig(replace_workers=True)` only that worker starts again, if the loop is one of
+        `hvd.elastic.run`. Ctrl-C ends the workers.
         """
         if self.running_in_local_mode:
             return super().fit()
+        self._check_replacing()
         if not ray.is_initialized():
             ray.init()
         self._check_pickles()
@@ -100,6 +103,20 @@ class HorovodTrainer(DataParallelTrainer):
             raise failed from failed.__cause__
         except ControllerError as error:
             raise LaunchFailed(f"Ray Train could not start or keep the workers: {error}") from error
+
+    def _check_replacing(self) -> None:
+        if not getattr(self.backend_config, "replace_workers", False):
+            return
+        scaling: Any = self.scaling_config
+        failure: Any = self.run_config.failure_config
+        trouble = {
+            "a fixed num_workers": not isinstance(scaling.num_workers, int),
+            "FailureConfig(max_failures=...), which counts replaced workers": failure.max_failures == 0,
+            "the default dataset_config": self.datasets and not isinstance(self.data_config, RowsConfig),
+        }
+        for needed, is_missing in trouble.items():
+            if is_missing:
+                raise InvalidArgument(f"replace_workers=True needs {needed}")
 
     def _check_pickles(self) -> None:
         """By Ray, which counts references to objects; what is in the way is found by hand."""

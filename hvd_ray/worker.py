@@ -6,10 +6,8 @@ import contextlib
 import os
 import pickle
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -19,43 +17,61 @@ from hvd_core import basics
 from hvd_core.errors import PeerLost, RankFailed, RankFailure
 from hvd_core.group import Listener
 from hvd_core.launch import failure as failures
-from hvd_core.launch.exits import Watched
 from hvd_core.world import World, current, set_current
+
+from .places import Neighbours, Offer, machine
 
 #: The attribute of an exception with records of how ranks ended, its own first; travels with the exception.
 _RECORDS = "hvd_failures"
-#: A connection ends a moment before its process.
-_DEATH_WITHIN_S = 1.0
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What a worker says of itself before it has a rank. machine: alike for those to whom `pid` means the
-    same process. gpus: those that Ray has given it."""
+@dataclass
+class _Life:
+    """Of this worker, since `listen`."""
 
-    endpoint: str
-    node: str
-    host: str
-    machine: str
-    pid: int
-    gpus: tuple[str, ...]
+    offer: Offer | None = None
+    ended: str = ""
 
 
-def listen(env: Mapping[str, str]) -> Offer:
-    """Binds where this rank can be reached."""
+_life = _Life()
+
+
+def listen(env: Mapping[str, str], rank: int = 0, replaced_within_s: float = 0.0) -> Offer:
+    """Binds where this rank can be reached. rank: if it is known. replaced_within_s: see `World`."""
     os.environ.update(env)
     listener = Listener.bind()
-    set_current(World(0, 0, (), b"", listener))
+    set_current(World(rank, 0, (), b"", listener, replaced_within_s=replaced_within_s))
     context = ray.get_runtime_context()
-    gpus = tuple(str(i) for i in context.get_accelerator_ids().get("GPU", []))
-    return Offer(listener.endpoint, context.get_node_id(), socket.gethostname(), machine(), os.getpid(), gpus)
+    _life.ended = ""
+    _life.offer = Offer(
+        listener.endpoint,
+        context.get_node_id(),
+        socket.gethostname(),
+        ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+        machine(),
+        os.getpid(),
+        tuple(str(i) for i in context.get_accelerator_ids().get("GPU", [])),
+    )
+    return _life.offer
 
 
-def join(rank: int, offers: Sequence[Offer], token: bytes) -> None:
-    """After all have listened; from now on `hvd.init()` connects this rank with the others. offers: by
-    rank."""
-    set_current(World(rank, len(offers), tuple(o.endpoint for o in offers), token, current().listener))
+def join(
+    rank: int, offers: Sequence[Offer], token: bytes, gpus: str | None = None, generation: int = 0
+) -> None:
+    """After all have listened; from now on `hvd.init()` connects this rank with the others. Again, with a
+    higher generation, when some were replaced. offers: by rank. gpus: for CUDA_VISIBLE_DEVICES; nothing of
+    the user has been imported when it is set."""
+    if gpus is not None and not current().endpoints:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     _neighbours.watch({r: offer for r, offer in enumerate(offers) if r != rank})
+    endpoints = tuple(offer.endpoint for offer in offers)
+    now = current()
+    set_current(World(rank, len(offers), endpoints, token, now.listener, generation, now.replaced_within_s))
+
+
+def standing() -> tuple[Offer | None, str]:
+    """This worker's offer, and how its training function has ended: "", "returned" or "failed"."""
+    return _life.offer, _life.ended
 
 
 @contextlib.contextmanager
@@ -65,7 +81,9 @@ def in_group() -> Iterator[None]:
     try:
         basics.init()
         yield
+        _life.ended = "returned"
     except BaseException as error:
+        _life.ended = "failed"
         found = record(error)
         if not _travels(error):  # then Ray would only tell that the worker does not answer
             raise _carrying(RankFailed(found[0]), found) from None
@@ -82,58 +100,6 @@ def _travels(error: BaseException) -> bool:
     return True
 
 
-def machine() -> str:
-    """This machine's present run, and the namespace of its process numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        return f"{socket.gethostname()} {os.getpid()}"
-    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-class Neighbours:
-    """Ranks on this machine, watched for how they end."""
-
-    def __init__(self) -> None:
-        self._watched: dict[int, Watched] = {}
-
-    def watch(self, offers: Mapping[int, Offer]) -> None:
-        """From now on these, and no others."""
-        self.close()
-        for rank, offer in offers.items():
-            if offer.machine == machine():
-                with contextlib.suppress(OSError):
-                    self._watched[rank] = Watched(offer.pid)
-
-    def deaths(self) -> list[RankFailure]:
-        """Those that have ended, or do so within a second, as far as the kernel says how."""
-        until = time.monotonic() + _DEATH_WITHIN_S
-        found: list[RankFailure] = []
-        while not found and self._watched and time.monotonic() < until:
-            for rank, process in self._watched.items():
-                code = process.exit_code(timeout_s=0.05)
-                if code is not None:
-                    found.append(_death(rank, code))
-        return found
-
-    def await_all(self, timeout_s: float) -> None:
-        """Until they have ended."""
-        until = time.monotonic() + timeout_s
-        for process in self._watched.values():
-            process.has_ended(until - time.monotonic())
-
-    def close(self) -> None:
-        for process in self._watched.values():
-            process.close()
-        self._watched.clear()
-
-
-def _death(rank: int, code: int) -> RankFailure:
-    host, now = socket.gethostname(), time.time()
-    if code < 0:
-        return RankFailure(rank, "signal", signal=-code, host=host, retryable=True, at=now)
-    return RankFailure(rank, "exit", exit_status=code, host=host, at=now)
-
-
 _neighbours = Neighbours()
 
 
@@ -145,6 +111,7 @@ def record(error: BaseException) -> list[RankFailure]:
         own = failures.exit_failure(error, rank)
     else:
         own = failures.describe(error, rank)
+    own = replace(own, node=_life.offer.where if _life.offer else "")
     if basics.is_initialized() and not own.echo:
         with contextlib.suppress(Exception):
             basics.default_group().abort(own.headline())

@@ -9,13 +9,14 @@ held beside.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pyspark.ml.param import Param, Params, TypeConverters
+
+from hvd_core.errors import no_such
 
 from . import horovod_names
 
@@ -227,9 +228,7 @@ class Knobs(Params):
         by_name = {**self._knobs, **{k.camel: k for k in self._knobs.values()}}
         knob = by_name.get(ALIASES.get(name) or ALIASES.get(horovod_names.snake(name), name))
         if knob is None:
-            near = difflib.get_close_matches(name, by_name, 1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(self._knobs)}"
-            raise TypeError(f"{type(self).__name__} has no parameter {name!r}{hint}")
+            raise TypeError(no_such(type(self).__name__, "parameter", name, by_name, self._knobs))
         return knob
 
     def _put(self, knob: Knob, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import time
@@ -55,3 +56,13 @@ def said(messages: list[dict[str, Any]], name: str = "stdout") -> str:
 
 def errors(messages: list[dict[str, Any]]) -> list[str]:
     return [m["content"]["ename"] for m in messages if m["msg_type"] == "error"]
+
+
+def run_all(notebook: Notebook, path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The code cells of a notebook, and the messages of all of them; none has raised."""
+    codes = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    done: list[dict[str, Any]] = []
+    for cell in codes:
+        done += notebook.cell("".join(cell["source"]))
+        assert errors(done) == [], cell["source"]
+    return codes, done

@@ -17,6 +17,7 @@ from .process_sets import Names, ProcessSet, ProcessSets
 
 if TYPE_CHECKING:
     from .group import Group
+    from .world import World
 
 
 class _Session:
@@ -27,8 +28,8 @@ class _Session:
     ranks that were not still choose the same names.
     """
 
-    def __init__(self, group: Group):
-        self.group = group
+    def __init__(self, group: Group, world: World | None = None):
+        self.group, self.world = group, world
         self.sets = ProcessSets(group)
         self._names = Names()
         self.next_name = self._names.next
@@ -81,7 +82,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
         if not world.is_set():
             world.set_current(rendezvous.world_of_launcher())
-        session = _Session(world.current().connect())
+        session = _Session(*world.connect())
         try:
             for ranks in sets:
                 session.sets.add(ranks)
@@ -103,6 +104,26 @@ def shutdown() -> None:
         session, _session = _session, None
         if session is not None:
             session.close()
+
+
+def replaces_ranks() -> bool:
+    """Whether the launcher replaces lost ranks, so that `reconnect` is of use."""
+    world = _current().world
+    return world is not None and world.replaced_within_s > 0
+
+
+def reconnect() -> None:
+    """After the Group has died: leaves it, and connects anew when the launcher has replaced the ranks that
+    were lost. The survivors call it together; who replaces a rank calls `init`. Raises LaunchFailed when
+    nobody came in time."""
+    global _session
+    former = _current().world
+    from . import world
+
+    shutdown()
+    connected = world.connect(after=former)  # outside the lock, so that the process can end meanwhile
+    with _lock:
+        _session = _Session(*connected)
 
 
 def is_initialized() -> bool:

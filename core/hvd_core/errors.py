@@ -8,8 +8,9 @@ and nowhere else. All classes pickle.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,6 +21,15 @@ class HvdError(Exception):
     retryable = False
     #: True for errors that only repeat what happened on another rank; never shown above the first cause.
     echo = False
+
+
+def no_such(owner: str, kind: str, name: str, known: Iterable[str], listed: Iterable[str] = ()) -> str:
+    """What to say of a name that does not exist: the one of `known` that is close, or all (`listed`, if
+    that is shorter)."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(list(listed) or names)}"
+    return f"{owner} has no {kind} {name!r}; {hint}"
 
 
 class InvalidArgument(HvdError, ValueError):
@@ -133,6 +143,7 @@ class RankFailure:
 
     kind: "exception" (the function raised), "exit" (ended with a status), "signal" (killed), "lost" (its
     supervisor or host vanished), "ended" (ended by us because another rank failed).
+    host: its name. node: where the rank ran, as its engine knows it; part of the error's text.
     at: seconds since the Unix epoch, on the rank's host.
     """
 
@@ -145,6 +156,7 @@ class RankFailure:
     exit_status: int | None = None
     signal: int | None = None
     host: str = ""
+    node: str = ""
     echo: bool = False
     retryable: bool = False
     at: float = 0.0
@@ -211,6 +223,8 @@ class RankFailed(HvdError, RuntimeError):
 
     def _text(self) -> str:
         lines = [self.failure.headline()]
+        if self.failure.node:
+            lines.append(f"on node {self.failure.node}")
         if self.attempts > 1:
             lines.append(
                 f"{self.attempts} attempts failed (max_retries={self.attempts - 1}), this is the first"

@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import hvd_core
+from hvd_core import basics
 from hvd_core.errors import ColumnError, DataError, InvalidArgument, NotPicklable, RankFailed
 from hvd_core.train import TrainSpec
 from hvd_core.train.local import fit_local
@@ -60,22 +62,21 @@ def state(model: Any) -> list[np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [25, 3])
 def test_r03_r05_same_numbers_from_every_source(cluster: Any, rows: int) -> None:
-    """Full batches: N ranks give what one process gives on all rows. Blocks of 0, 1, 20 and 4 rows."""
+    """Full batches: N ranks give what one process gives on all rows. Blocks of 1, 20, 0, 4 rows; pandas."""
     whole = table(rows)
     parts = [whole.slice(0, 1), whole.slice(1, 20), whole.slice(21, 0), whole.slice(21)]
-    sources: list[Any] = [cluster.data.from_arrow(parts), whole.to_pandas()]
+    source: Any = cluster.data.from_arrow(parts) if rows > 3 else whole.to_pandas()
     given = options(global_batch_size=64, batch_size=None, row_order="global")
     spec = TrainSpec(**{**given, "model": linear()})
     alone = fit_local(spec, whole)
     from hvd_core.train.torch_model import load_weights
 
     expected = [value.numpy() for value in load_weights(linear(), alone.weights).state_dict().values()]
-    for source in sources:
-        model = HorovodEstimator(num_proc=2, **given).fit(source)
-        assert model.result.rows_seen == rows and len(model.history) == 3
-        for found, value in zip(state(model), expected, strict=True):
-            np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
-        assert torch.equal(given["model"].weight, linear().weight)  # the user's own is as it was
+    model = HorovodEstimator(num_proc=2, **given).fit(source)
+    assert model.result.rows_seen == rows and len(model.history) == 3
+    for found, value in zip(state(model), expected, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
+    assert torch.equal(given["model"].weight, linear().weight)  # the user's own is as it was
 
 
 @pytest.mark.slow
@@ -120,23 +121,32 @@ def test_classes_and_arrays(cluster: Any) -> None:
 
 
 class Dies:
-    """Ends rank 1 in epoch 1, once."""
+    """Ends rank 1 in epoch 1, and later both ranks in epoch 2."""
 
-    def __init__(self, flag: Path):
-        self._flag = flag
+    def __init__(self, folder: Path):
+        self._folder = folder
 
     def on_epoch_end(self, run: Any, logs: Any) -> None:
-        if run.epoch == 1 and run.rank == 1 and not self._flag.exists():
-            self._flag.write_text("x")
+        flag = self._folder / f"died-{run.epoch}-{run.rank}"
+        if (run.epoch, run.rank) in ((1, 1), (2, 0), (2, 1)) and not flag.exists():
+            flag.write_text("x")
             os.kill(os.getpid(), 9)
 
 
+def on_a_rank(spec: TrainSpec, parts: list[pa.Table]) -> Any:
+    torch.set_num_threads(1)
+    basics.init()
+    return fit_local(spec, parts[basics.rank()], basics.default_group())
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(180, func_only=True)
 def test_r39_a_killed_worker_and_best_checkpoints(cluster: Any, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig
 
     whole = table(64)
-    undisturbed = HorovodEstimator(num_proc=2, **options()).fit(whole)
+    halves = [whole.slice(0, 32), whole.slice(32)]
+    undisturbed = hvd_core.run(on_a_rank, (TrainSpec(**options()), halves), num_proc=2)[0]
     config = RunConfig(
         name="run",
         storage_path=str(tmp_path / "ray"),
@@ -148,19 +158,18 @@ def test_r39_a_killed_worker_and_best_checkpoints(cluster: Any, tmp_path: Path) 
     model = HorovodEstimator(
         num_proc=2,
         run_config=config,
-        **options(
-            callbacks=[Dies(tmp_path / "flag")], checkpoint_dir=str(tmp_path / "own"), checkpoint_every=4
-        ),
+        **options(callbacks=[Dies(tmp_path)], checkpoint_dir=str(tmp_path / "own"), checkpoint_every=4),
     ).fit(whole)
-    assert (tmp_path / "flag").exists()
-    for found, value in zip(state(model), state(undisturbed), strict=True):
-        np.testing.assert_allclose(found, value, rtol=1e-6)
+    assert len(list(tmp_path.glob("died-*"))) == 3
+    from hvd_core.train.torch_model import load_weights
+
+    expected = load_weights(linear(), undisturbed.weights).state_dict().values()
+    for found, value in zip(state(model), expected, strict=True):
+        np.testing.assert_allclose(found, value.numpy(), rtol=1e-6)
     assert [entry["rows"] for entry in model.history] == [64, 64, 64]
     assert "resumed at" in model.result.summary
     assert len(model.ray_result.best_checkpoints) == 1
     assert list(model.ray_result.metrics_dataframe["epoch"])[-1] == 2
-    from hvd_core.train.torch_model import load_weights
-
     with model.ray_result.checkpoint.as_directory() as folder:
         kept = load_weights(linear(), Path(folder, "weights.safetensors").read_bytes())
     for found, value in zip(kept.state_dict().values(), state(model), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,9 @@ def test_a_killed_node_is_a_lost_rank(how: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     # A worker whose node dies under it leaves by itself, with status 1.
-    assert found["kind"] in ("lost", "exit") and found["text"].startswith(f"rank {found['rank']} ")
+    assert found["kind"] in ("lost", "exit") and found["rank"] == found["expected"]
+    headline, where, *_ = found["text"].splitlines()
+    assert headline.startswith(f"rank {found['rank']} ")
+    assert re.fullmatch(rf"on node [\d.]+ \(.+, id {found['node']}\)", where), found["text"]
     assert found["seconds"] < 20  # asked for: 10 s on a quiet machine
-    if how == "executor":
-        assert found["nodes"] == 2 and found["rank"] == found["expected"] and found["again"] == 1
+    assert how == "trainer" or found["again"] == 1

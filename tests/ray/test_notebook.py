@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..notebooks import errors, said
+from ..notebooks import run_all, said
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -19,11 +18,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "ray_quickstart.ipynb"
 def test_the_quickstart(notebook: Any) -> None:
     pytest.importorskip("ray")
     pytest.importorskip("sklearn")
-    codes = [cell for cell in json.loads(QUICKSTART.read_text())["cells"] if cell["cell_type"] == "code"]
-    done = []
-    for cell in codes:
-        done += notebook.cell("".join(cell["source"]))
-        assert errors(done) == [], cell["source"]
+    codes, done = run_all(notebook, QUICKSTART)
     text = said(done)
     found = re.search(r"right: ([\d.]+)%; who always says the same is right in ([\d.]+)%", text)
     assert found is not None and float(found[1]) > 94 > 75 > float(found[2]), text

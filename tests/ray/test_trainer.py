@@ -168,6 +168,7 @@ def test_r20_a_worker_raises(run_config: Any, peers: str) -> None:
     assert isinstance(error, ray_train.WorkerGroupError) and 1 in error.worker_failures
     headline, *more = str(error).splitlines()
     assert headline.startswith("rank 1 raised ValueError: token-4711 (") and "test_trainer.py" in headline
+    assert f"id {ray.nodes()[0]['NodeID']}" in more[0]
     assert len(more) < 60 and "Aborted" not in str(error)
     assert isinstance(error.__cause__, ValueError)
 
@@ -178,6 +179,7 @@ def test_r21_a_worker_dies(run_config: Any, how: str, says: str) -> None:
     with pytest.raises(RankFailed) as caught:
         fit(fail, run_config, {"who": 0, "how": how, "peers": "collective"})
     assert caught.value.rank == 0
+    assert f"id {ray.nodes()[0]['NodeID']}" in str(caught.value).splitlines()[1]
     assert not KERNEL_TELLS or says in str(caught.value)
 
 

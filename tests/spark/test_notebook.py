@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from hvd_core.launch.cell import as_html
 
-from ..notebooks import Notebook, errors, said
+from ..notebooks import Notebook, errors, run_all, said
 from . import jobs
 
 pytestmark = pytest.mark.slow
@@ -85,12 +84,7 @@ def test_an_interrupted_fit_leaves_no_rank_and_a_kernel_that_goes_on(notebook: N
 @pytest.mark.filterwarnings("ignore")
 def test_the_quickstart(notebook: Notebook) -> None:
     pytest.importorskip("sklearn")
-    cells = json.loads(QUICKSTART.read_text())["cells"]
-    codes = [cell for cell in cells if cell["cell_type"] == "code"]
-    done = []
-    for cell in codes:
-        done += notebook.cell("".join(cell["source"]))
-        assert errors(done) == [], cell["source"]
+    codes, done = run_all(notebook, QUICKSTART)
     text = said(done)
     found = re.search(r"right: ([\d.]+)%; who always says the same is right in ([\d.]+)%", text)
     assert found is not None and float(found[1]) > 94 > 75 > float(found[2]), text

@@ -38,6 +38,7 @@ PYTHON_ARROWS: dict[str, set[str]] = {
         "hvd_core.errors",
     },
     "hvd_core.objects": {"hvd_core.basics", "hvd_core.group", "hvd_core.errors"},
+    "hvd_core.elastic": {"hvd_core.objects", "hvd_core.basics", "hvd_core.errors"},
     "hvd_core.launch": {
         "hvd_core.basics",
         "hvd_core.world",
@@ -48,6 +49,7 @@ PYTHON_ARROWS: dict[str, set[str]] = {
     },
     "hvd_core.torch": {
         "hvd_core.built",
+        "hvd_core.elastic",
         "hvd_core.objects",
         "hvd_core.basics",
         "hvd_core.process_sets",

@@ -49,6 +49,7 @@ from ..errors import HorovodInternalError, MismatchError
 from ..group import ReduceOp
 from ..objects import allgather_object, broadcast_object
 from ..process_sets import ProcessSet
+from . import elastic
 from .batchnorm import SyncBatchNorm
 from .compression import Compression
 from .functions import broadcast_parameters
@@ -134,6 +135,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -223,6 +223,17 @@ class Distributor:
         self._reduced = False
         self._passes = 0
 
+    def forget(self) -> None:
+        """A backward has failed because its Group died: the next step begins anew."""
+        self._after_step()
+        self._backward = self._hand_over = None
+        self._planned, self._planned_in, self._arrivals = None, None, Arrivals()
+
+    def call_itself(self, label: str) -> None:
+        """How its collectives begin in the present Group. For ranks that have made optimizers in other
+        Groups, or none yet."""
+        self._label, self._label_of, self._plans = label, weakref.ref(self._group()), 0
+
     # -- gradients --
 
     def _group(self) -> Group:
@@ -255,7 +266,7 @@ class Distributor:
 
     def _plan_in(self, group: Group) -> PlannedGradients | None:
         if self._planned_in is not None and self._planned_in() is not group:
-            self._planned, self._planned_in = None, None
+            self._planned, self._planned_in, self._arrivals = None, None, Arrivals()
         return self._planned
 
     def plan_in(self, group: Group) -> PlannedGradients | None:
@@ -274,6 +285,7 @@ class Distributor:
         """The name of our collectives; numbers start anew with each Group."""
         if self._label_of is None or self._label_of() is not group:
             self._label = basics.next_name("DistributedOptimizer", self._process_set)
+            self._plans = 0
             self._label_of = weakref.ref(group)
         return self._label
 
