@@ -320,7 +320,7 @@ def test_timeout_names_who_was_not_done() -> None:
     assert f'  File "{__file__}", line {_one_is_slow.__code__.co_firstlineno + 2} in _one_is_slow' in str(
         raised.value
     )
-    assert time.monotonic() - began < BOUND_S
+    assert time.monotonic() - began < 8 + BOUND_S
 
 
 def _one_is_slow() -> None:
