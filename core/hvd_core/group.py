@@ -427,7 +427,7 @@ class Group:
         must have been dropped on all ranks.
 
         Fused batches follow the given order; the first one holds `first_bytes` at most, the others
-        `batch_bytes`. Each rank stages up to 16 MiB for the others of its host in shared memory, or one
+        `batch_bytes`. Each rank stages up to 8 MiB for the others of its host in shared memory, or one
         batch if that is larger; raises `InvalidArgument` if there is not so much free.
 
         All ranks then make the same steps, without messages and on the calling thread: `begin()`, any

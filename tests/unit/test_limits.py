@@ -111,10 +111,10 @@ def test_a_plan_asks_for_room_before_anybody_is_told_of_it(monkeypatch: pytest.M
 
     with connected(2) as ranks:
         with monkeypatch.context() as tight:
-            tight.setattr("hvd_core.group.free_memory", lambda: 12 << 20)
+            tight.setattr("hvd_core.group.free_memory", lambda: 6 << 20)
             for text in ranks.on_every(refused):
-                assert text.startswith("plan 'p', batch_bytes=4194304: 16,7"), text
-                assert "12,582,912 are free here" in text
+                assert text.startswith("plan 'p', batch_bytes=4194304: 8,3"), text
+                assert "6,291,456 are free here" in text
         plans = ranks.on_every(lambda group: group.plan(gradients, name="p"))
         assert all(plan is not None for plan in plans)
 
