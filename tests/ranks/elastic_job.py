@@ -54,6 +54,7 @@ def be_a_rank(told: int, say: int, dies: dict[str, int]) -> None:
     hvd.DistributedOptimizer(optimizer, net.named_parameters())
     state = hvd.elastic.TorchState(net, optimizer, scheduler=scheduler, step=0, done=[])
     resets: list[int] = []
+    begins: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(state.step)])
 
     def die(*_: Any) -> None:
@@ -61,6 +62,7 @@ def be_a_rank(told: int, say: int, dies: dict[str, int]) -> None:
 
     @hvd.elastic.run
     def train(state: Any) -> str:
+        begins.append(state.step)
         while state.step < STEPS:
             if dies.get("before") == state.step:
                 die()
@@ -79,8 +81,8 @@ def be_a_rank(told: int, say: int, dies: dict[str, int]) -> None:
                 die()
         return "trained"
 
-    found = {"said": train(state), "resets": resets, "done": state.done, "lr": scheduler.get_last_lr(),
-             "weights": [p.tolist() for p in net.parameters()], "local": hvd.local_rank()}  # fmt: skip
+    found = {"said": train(state), "resets": resets, "begins": begins, "done": state.done,
+             "lr": scheduler.get_last_lr(), "weights": [p.tolist() for p in net.parameters()], "local": hvd.local_rank()}  # fmt: skip
     hvd.shutdown()
     print(json.dumps(found), file=answers, flush=True)
 

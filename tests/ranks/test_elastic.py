@@ -104,6 +104,7 @@ def test_survivors_keep_their_process_and_the_numbers_those_of_an_undisturbed_ru
             torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), want, rtol=1e-9, atol=1e-12)
     committed = [step - step % COMMIT_EVERY for step in (3, 5, STEPS)]
     assert [one["resets"] for one in found] == [committed[2:], [], committed]
+    assert [one["begins"] for one in found] == [committed[1:], committed[2:], [0, *committed]]
 
 
 def dies_on_rank_1() -> None:
