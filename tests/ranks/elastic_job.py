@@ -82,7 +82,8 @@ def be_a_rank(told: int, say: int, dies: dict[str, int]) -> None:
         return "trained"
 
     found = {"said": train(state), "resets": resets, "begins": begins, "done": state.done,
-             "lr": scheduler.get_last_lr(), "weights": [p.tolist() for p in net.parameters()], "local": hvd.local_rank()}  # fmt: skip
+             "lr": scheduler.get_last_lr(), "weights": [p.tolist() for p in net.parameters()],
+             "local": hvd.local_rank()}  # fmt: skip
     hvd.shutdown()
     print(json.dumps(found), file=answers, flush=True)
 
