@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import hvd_core.torch as hvd
-from hvd_core.errors import MismatchError
+from hvd_core import basics
+from hvd_core.errors import InvalidArgument, MismatchError
 from tests.unit.thread_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,3 +91,68 @@ def test_optimizers_of_ranks_with_less_data() -> None:
             hvd.broadcast_parameters(enumerate(weights), root_rank=steps.index(max(steps)))
 
     run_ranks(size, body)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_joins_before_its_first_step(late: int) -> None:
+    """The others make no plan without it, and all make one in the second epoch."""
+    size = 3
+
+    def body(rank: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        for epoch in range(2):
+            there = [r for r in range(size) if epoch or r != late]
+            for _ in range(3 if rank in there else 0):
+                before = weight.detach().clone()
+                optimizer.zero_grad()
+                (weight * (rank + 1)).sum().backward()
+                optimizer.step()
+                assert torch.allclose(before - weight, torch.tensor(sum(r + 1.0 for r in there) / size))
+                assert (optimizer._hvd.plan_in(basics.default_group()) is not None) == (epoch == 1)
+            hvd.join()
+            hvd.broadcast_parameters([("weight", weight)], root_rank=1)
+
+    run_ranks(size, body)
+
+
+def test_parameters_change_while_a_rank_has_joined() -> None:
+    size = 3
+
+    def body(rank: int) -> None:
+        weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights[:1], lr=1.0))
+
+        def step(used: list[torch.nn.Parameter], there: list[int]) -> None:
+            optimizer.zero_grad()
+            sum((w * (rank + 1)).sum() for w in used).backward()
+            optimizer.step()
+            for w in used:
+                assert torch.allclose(w.grad, torch.tensor(sum(r + 1.0 for r in there) / size))
+
+        for _ in range(2):
+            step(weights[:1], [0, 1, 2])
+        if rank:
+            optimizer.add_param_group({"params": weights[1:]})
+            for _ in range(3):
+                step(weights, [1, 2])
+        hvd.join()
+        if not rank:
+            optimizer.add_param_group({"params": weights[1:]})
+        for _ in range(3):
+            step(weights, [0, 1, 2])
+
+    run_ranks(size, body)
+
+
+def test_a_sharded_optimizer_refuses_to_step_without_a_rank() -> None:
+    def body(rank: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(64))
+        optimizer = hvd.ShardedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        if rank:
+            weight.sum().backward()
+            with pytest.raises(InvalidArgument, match="and one has joined"):
+                optimizer.step()
+        hvd.join()
+
+    run_ranks(2, body)

@@ -265,7 +265,8 @@ class Distributor:
         reduce_gradients(self._how, group, self._label_in(group), params, names)
 
     def _plan_in(self, group: Group) -> PlannedGradients | None:
-        if self._planned_in is not None and self._planned_in() is not group:
+        is_old = self._planned_in is not None and self._planned_in() is not group
+        if is_old or (self._planned is not None and self._planned.is_void):
             self._planned, self._planned_in, self._arrivals = None, None, Arrivals()
         return self._planned
 
@@ -273,10 +274,15 @@ class Distributor:
         return self._planned if self._planned_in is not None and self._planned_in() is group else None
 
     def _make_plan(self, group: Group) -> None:
-        """Right after gradients were reduced, so that all ranks come here together."""
-        self._planned, self._planned_in = None, weakref.ref(group)
+        """Right after gradients were reduced, so that all ranks come here together, but for those that have
+        joined: with one of them there is no plan, and each step tries again."""
+        self._planned, self._planned_in = None, None
+        label = self._label_in(group)
+        if group.size > 1 and group.allreduce(np.ones(1, np.int64), name=f"{label}.here")[0] < group.size:
+            return
+        self._planned_in = weakref.ref(group)
         self._plans += 1
-        label = f"{self._label_in(group)}.{self._plans}"
+        label = f"{label}.{self._plans}"
         self._planned = PlannedGradients.make(
             self._how, group, label, self._params, self._labels, self._arrivals.order
         )

@@ -53,6 +53,8 @@ class PlannedGradients:
         self._member_of = {id(p): m for m, p in enumerate(self._members)}
         self._given: list[torch.Tensor | None] = [None] * len(self._members)
         self._versions = [0] * len(self._members)
+        #: The others have dropped it while this rank stood in.
+        self.is_void = False
 
     @classmethod
     def make(
@@ -150,7 +152,10 @@ class PlannedGradients:
             if not self._native.is_open:
                 self._native.begin()
             self._end(_JOINED, lambda member: torch.zeros_like(self._members[member].detach()))
-            if self._native.flags_of_all & _JOINED:
+            if self._native.flags_of_any & _CHANGED:
+                self.leave()
+                self.is_void = True
+            if self.is_void or self._native.flags_of_all & _JOINED:
                 return
 
     def leave(self) -> None:

@@ -71,7 +71,7 @@ class ShardedOptimizer(optim.Optimizer):
 
     `state_dict()` is that of the unsharded optimizer, so that any number of ranks, or none, can go on with
     it; **every rank calls it**. `load_state_dict` takes such a one. Raises `InvalidArgument` for other
-    optimizers, by name.
+    optimizers, by name, and on `step` when a rank has joined.
     """
 
     def __init__(
@@ -223,6 +223,11 @@ def _pass_round(group: Group, part: Sequence[_Param], name: str) -> None:
 
     mine = torch.cat(share_of(group.rank)).cpu()
     gathered = torch.from_numpy(np.asarray(group.allgather(mine.numpy(), name=name)))
+    if len(gathered) != sum(view.numel() for view in views):
+        raise InvalidArgument(
+            "ShardedOptimizer needs every rank in each step, and one has joined, with its share of the "
+            "parameters: give all ranks as many batches, or use DistributedOptimizer"
+        )
     offset = 0
     for rank in range(group.size):
         for view in share_of(rank):
