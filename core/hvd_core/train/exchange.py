@@ -84,35 +84,19 @@ def _starts(own: np.ndarray, repeats: np.ndarray, before: np.ndarray, ranks: Ran
 
 
 def exchange_rows(shard: Shard, targets: np.ndarray, ranks: Ranks, files: BlockFiles) -> None:
-    """Adds to `files` the rows of all ranks whose target is this one, in rounds.
-
-    Cost: without an alltoall each round is an allgather, so a rank receives every row once (`size` times
-    what it keeps) and holds `size` * 4 MiB at a time.
-    """
-    blocks, which = shard.blocks, list(range(len(shard.blocks)))
-    row_nbytes = sum(b.row_nbytes for b in blocks)
+    """Adds to `files` the rows of all ranks whose target is this one, in rounds of 4 MiB a rank."""
+    row_nbytes = sum(b.row_nbytes for b in shard.blocks)
     step = max(1, _ROUND_BYTES // row_nbytes)
     own_rounds = np.zeros(ranks.size, np.int64)
     own_rounds[ranks.rank] = -(-shard.rows // step)
     for i in range(int(ranks.sum(own_rounds, "exchange_rounds").max())):
         here = np.arange(i * step, min((i + 1) * step, shard.rows))
         index = here[np.argsort(targets[here], kind="stable")]
-        counts = np.bincount(targets[index], minlength=ranks.size).astype(np.int64)
-        out = [np.empty((len(index), *b.shape), b.dtype) for b in blocks]
-        shard.gather(index, out, which)
-        message = b"".join([counts.tobytes(), *(array.tobytes() for array in out)])
-        for received in ranks.gather(message, "exchange"):
-            rows = _rows_for(ranks.rank, received, blocks, ranks.size)
-            if len(rows[0]):
-                files.write(rows)
-
-
-def _rows_for(rank: int, message: bytes, blocks: tuple[ShardBlock, ...], size: int) -> list[np.ndarray]:
-    counts = np.frombuffer(message, np.int64, size)
-    begin, total, n = int(counts[:rank].sum()), int(counts.sum()), int(counts[rank])
-    at, rows = counts.nbytes, []
-    for block in blocks:
-        data = np.frombuffer(message, np.uint8, n * block.row_nbytes, at + begin * block.row_nbytes)
-        rows.append(data.reshape(n, block.row_nbytes))
-        at += total * block.row_nbytes
-    return rows
+        counts = np.bincount(targets[index], minlength=ranks.size)
+        received = []
+        for b, block in enumerate(shard.blocks):
+            rows = np.empty((len(index), block.row_nbytes), np.uint8)
+            shard.gather(index, [rows], [b])
+            received.append(ranks.deal(rows, counts.tolist(), f"exchange.{b}"))
+        if len(received[0]):
+            files.write(received)

@@ -46,6 +46,14 @@ class Ranks:
             return [data]
         return self.group.allgather_bytes(data, name=f"train.{name}")
 
+    def deal(self, rows: np.ndarray, counts: list[int], name: str) -> np.ndarray:
+        """The first counts[0] of `rows` go to rank 0, the next counts[1] to rank 1, ...; what came from all
+        ranks, in rank order. Numbers of rows may differ between ranks, their shape and dtype not."""
+        if self.group is None or self.size == 1:
+            return rows
+        received: np.ndarray = self.group.alltoall(rows, splits=counts, name=f"train.{name}")[0]
+        return received
+
     def broadcast(self, data: bytes | None, root: int, name: str) -> bytes:
         """Root's bytes, on every rank."""
         if self.group is None or self.size == 1:
