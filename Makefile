@@ -1,5 +1,5 @@
 # make demo   train on real flights on an embedded Spark     make venv     only set up
-# make test   all tests                                      make native   build the extension
+# make test   most tests                                     make native   build the extension
 # make check  format, lint, types, warnings, fast tests      make bench    benchmarks
 # make demo-ray  the same flights on Ray
 # make test-oldest   a small job on the oldest Spark that is supported

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a small job on the oldest Spark that is supported, with everything else as in .venv. Makes build/oldest for
-# it, once; without a package index it says so and ends well.
+# it, once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,11 +14,8 @@ if [ ! -e "$venv/.ready-$SPARK" ]; then
     ours="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     echo "import site; site.addsitedir('$ours')" > "$site/borrowed.pth"
     echo "Installing pyspark $SPARK into $venv (a large source package: minutes)" >&2
-    if ! .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check \
-        --ignore-installed "pyspark==$SPARK" "py4j==0.10.9.7" setuptools; then
-        echo "skipped: pyspark $SPARK could not be installed here" >&2
-        exit 0
-    fi
+    .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check \
+        --ignore-installed "pyspark==$SPARK" "py4j==0.10.9.7" setuptools
     touch "$venv/.ready-$SPARK"
 fi
 "$venv/bin/python" tests/spark/oldest_job.py
