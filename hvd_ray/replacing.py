@@ -71,8 +71,13 @@ def _answers(calls: list[Any]) -> list[Any]:
     for call in calls:
         try:
             found.append(ray.get(call, timeout=_ANSWERS_WITHIN_S))
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        except ray.exceptions.RayActorError:
             found.append(None)
+        except ray.exceptions.GetTimeoutError:
+            raise LaunchFailed(
+                f"rank {len(found)} has not answered for {_ANSWERS_WITHIN_S:g} s, and so cannot go on with a "
+                "worker that replaces another"
+            ) from None
     return found
 
 

@@ -34,6 +34,10 @@ class _Session:
         self._names = Names()
         self.next_name = self._names.next
 
+    @property
+    def joins(self) -> int:
+        return self._names.joins
+
     def restart_names(self) -> None:
         self._names = Names(self._names.joins + 1)
         self.next_name = self._names.next
@@ -140,6 +144,11 @@ def next_name(kind: str, process_set: Any = None) -> str:
     """`kind.noname.N`: the name of a collective whose caller gave none. N counts the calls of this kind with
     this process set, so its ranks must leave names out in the same order."""
     return (process_set if isinstance(process_set, ProcessSet) else _current()).next_name(kind)
+
+
+def joins() -> int:
+    """How often all ranks have joined: names that were chosen before are to be chosen anew."""
+    return _current().joins
 
 
 def join() -> int:

@@ -65,7 +65,7 @@ def _open_mpi(env: Mapping[str, str]) -> Place | None:
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     number = _numbers(env)
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or os.getppid()
     return Place(
         "OMPI_COMM_WORLD_RANK (Open MPI)",
         number("OMPI_COMM_WORLD_RANK"),
@@ -80,6 +80,8 @@ def _hydra(env: Mapping[str, str]) -> Place | None:
     """MPICH, Intel MPI and others with Hydra."""
     if not {"PMI_RANK", "PMI_SIZE"} <= env.keys():
         return None
+    if "MPI_LOCALNRANKS" not in env and env.get("SLURM_STEP_NUM_TASKS") == env["PMI_SIZE"]:
+        return None  # srun --mpi=pmi2, whose own variables say more
     number = _numbers(env)
     return Place(
         "PMI_RANK (Hydra)",

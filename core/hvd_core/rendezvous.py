@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,7 +64,7 @@ def meeting_of(place: Place, config: Config) -> Meeting:
     if len(config.job_token) < _LEAST_SECRET:
         raise InvalidArgument(f"HVD_JOB_TOKEN must have at least {_LEAST_SECRET} characters")
     host, _, port = (config.rendezvous or place.address).rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise InvalidArgument(
             "set HVD_RENDEZVOUS=host:port, the same for all ranks: an address of rank 0's host and a port "
             f"that is free there ({place.launcher} names none)"
@@ -189,7 +190,8 @@ def meet(
 
 def _host(meeting: Meeting, size: int, endpoint: str, deadline: float) -> dict[str, Any]:
     """What all ranks are told."""
-    visitors: dict[int, tuple[socket.socket, bytes, str]] = {}
+    visitors: dict[int, tuple[socket.socket, bytes]] = {}
+    addresses: dict[int, str] = {}
     with _listen(meeting, deadline) as listener, ExitStack() as open_connections:
         while len(visitors) < size - 1:
             listener.settimeout(_left(deadline))
@@ -205,22 +207,25 @@ def _host(meeting: Meeting, size: int, endpoint: str, deadline: float) -> dict[s
             except (Refused, OSError):
                 connection.close()
                 continue
-            visitors[said["rank"]] = connection, key, said["endpoint"]  # who came twice lives once
             if said["size"] != size or not 0 < said["rank"] < size:
-                break
-        answer: dict[str, Any]
-        if visitors.keys() == set(range(1, size)):
-            endpoints = [endpoint, *(visitors[rank][2] for rank in range(1, size))]
-            answer = {"endpoints": endpoints, "salt": secrets.token_hex(32)}
-        else:
-            answer = {
-                "error": f"rank 0 was told of {size} ranks, and rank {said['rank']} of {said['size']}: are "
-                f"two jobs meeting at {meeting}?"
-            }
-        for connection, key, _ in visitors.values():
-            with suppress(OSError):  # its Group will say that it is not there
-                _send(connection, key, answer)
+                error = (
+                    f"rank 0 was told of {size} ranks, and rank {said['rank']} of {said['size']}: are two "
+                    f"jobs meeting at {meeting}?"
+                )
+                _tell([(connection, key), *visitors.values()], {"error": error})
+                return {"error": error}
+            addresses[said["rank"]] = said["endpoint"]
+            visitors[said["rank"]] = connection, key  # who came twice lives once
+        endpoints = [endpoint, *(addresses[rank] for rank in range(1, size))]
+        answer = {"endpoints": endpoints, "salt": secrets.token_hex(32)}
+        _tell(visitors.values(), answer)
     return answer
+
+
+def _tell(visitors: Iterable[tuple[socket.socket, bytes]], answer: dict[str, Any]) -> None:
+    for connection, key in visitors:
+        with suppress(OSError):  # its Group will say that it is not there
+            _send(connection, key, answer)
 
 
 def _listen(meeting: Meeting, deadline: float) -> socket.socket:
@@ -290,11 +295,15 @@ def _receive(connection: socket.socket, key: bytes) -> dict[str, Any]:
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:
-    parts = []
+    parts, patience = [], connection.gettimeout()
+    deadline = time.monotonic() + (patience or 0.0)  # for all of it, also where it comes byte by byte
     while nbytes:
+        if patience is not None:
+            connection.settimeout(_left(deadline))
         part = connection.recv(min(nbytes, 1 << 16))
         if not part:
             raise ConnectionError("the connection was closed")
         parts.append(part)
         nbytes -= len(part)
+    connection.settimeout(patience)
     return b"".join(parts)

@@ -23,6 +23,8 @@ using Bytes = std::vector<std::byte>;
 // Of the sweep over a layout.
 constexpr int kMostCuts = 100;
 constexpr int kJobsAtOnce = 8;
+// Until every rank has ended: at once, beside so many jobs on two CPUs and under a sanitizer.
+constexpr double kInTimeS = 15;
 
 // -- plans --
 
@@ -586,7 +588,7 @@ int SumOverABreakingLink(const Layout& layout, int cut, int* calls) {
     named |= status.text().starts_with("lost rank ");
     failed += !status.ok();
   }
-  if (!is_right || Clock::now() - begin >= Seconds(3) || named != (failed > 0)) {
+  if (!is_right || Clock::now() - begin >= Seconds(kInTimeS) || named != (failed > 0)) {
     check::Fail(__FILE__, __LINE__,
                 "cut at call " + std::to_string(cut) + " of " + std::to_string(size) + " ranks on " +
                     std::to_string(layout.size()) + " hosts");
@@ -633,7 +635,7 @@ TEST(a_link_cut_in_an_alltoall_ends_every_rank_in_time) {
           HVD_RETURN_IF_ERROR(AlltoallOnce(collectives, Uneven(size, unit), rank, size));
         return Status::Ok();
       });
-      CHECK(Clock::now() - begin < Seconds(3));
+      CHECK(Clock::now() - begin < Seconds(kInTimeS));
       for (const Status& status : ranks.statuses) {
         CHECK(status.ok() || status.code() == Code::kPeerLost || status.code() == Code::kAborted);
         failed += !status.ok();

@@ -140,11 +140,14 @@ def test_who_does_not_come_is_named(meeting: Meeting) -> None:
         meet(meeting, 2, 3, "mine", 0.2)
 
 
-def test_ranks_of_jobs_of_other_sizes_are_told(meeting: Meeting) -> None:
+@pytest.mark.parametrize("stray", [1, 2])
+def test_ranks_of_jobs_of_other_sizes_are_told(meeting: Meeting, stray: int) -> None:
+    """Also one that would complete the list."""
     with ThreadPoolExecutor(2) as threads:
-        others = [threads.submit(meet, meeting, rank, size, "x", 20.0) for rank, size in ((0, 2), (2, 3))]
+        ranks = ((0, 2), (stray, 3))
+        others = [threads.submit(meet, meeting, rank, size, "x", 20.0) for rank, size in ranks]
         for other in others:
-            with pytest.raises(InvalidArgument, match="rank 0 was told of 2 ranks, and rank 2 of 3"):
+            with pytest.raises(InvalidArgument, match=f"rank 0 was told of 2 ranks, and rank {stray} of 3"):
                 other.result()
 
 

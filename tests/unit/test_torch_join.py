@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 
@@ -156,3 +158,34 @@ def test_a_sharded_optimizer_refuses_to_step_without_a_rank() -> None:
         hvd.join()
 
     run_ranks(2, body)
+
+
+def test_a_rank_joins_before_it_has_used_a_layer_of_the_others() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(rank)
+        norm = hvd.SyncBatchNorm(3)
+        for epoch in range(2):
+            if rank or epoch:
+                norm(torch.randn(4, 3)).sum().backward()
+            hvd.join()
+
+    run_ranks(2, body)
+
+
+def test_a_group_of_a_large_tensor_and_many_small_ones_takes_no_more_of_a_rank_that_has_joined() -> None:
+    """2 x 16 MiB there, and not for each member."""
+    names, before = [f"small {i}" for i in range(200)], _most_memory_mib()
+
+    def body(rank: int) -> None:
+        if rank:
+            tensors = [torch.ones(4 << 20), *(torch.ones(3, dtype=torch.float64) for _ in names)]
+            for out in hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group"):
+                assert out.unique().tolist() == [1.0]
+        hvd.join()
+
+    run_ranks(2, body)
+    assert _most_memory_mib() - before < 500
+
+
+def _most_memory_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

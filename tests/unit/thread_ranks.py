@@ -26,6 +26,10 @@ class _SessionOfThread:
     def sets(self) -> Any:
         return _mine.session.sets
 
+    @property
+    def joins(self) -> int:
+        return _mine.session.joins
+
     def restart_names(self) -> None:
         _mine.session.restart_names()
 

@@ -91,17 +91,19 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
 
-#: The name of each layer's collectives, and the Group in which it has it. Not in the layer: they are copied.
-_labels: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Group], str]] = weakref.WeakKeyDictionary()
+#: The name of each layer's collectives, the Group in which it has it, and after how many joins. Not in the
+#: layer: they are copied.
+_labels: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Group], int, str]]
+_labels = weakref.WeakKeyDictionary()
 
 
 def _label(layer: SyncBatchNorm, group: Group) -> str:
     """All ranks run their layers for the first time in the same order."""
-    known = _labels.get(layer)
-    if known is None or known[0]() is not group:
+    known, joins = _labels.get(layer), basics.joins()
+    if known is None or known[0]() is not group or known[1] != joins:
         name = basics.next_name("SyncBatchNorm", layer.process_set)
-        known = _labels[layer] = weakref.ref(group), name
-    return known[1]
+        known = _labels[layer] = weakref.ref(group), joins, name
+    return known[2]
 
 
 def _total(values: Tensor, group: Group, name: str) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from ..elastic import ObjectState, State, run
+from ..errors import InvalidArgument
 from ..objects import broadcast_object
 from .distributor import Distributor
 from .functions import broadcast_parameters
+from .sharded import ShardedOptimizer
 
 __all__ = ["ObjectState", "State", "TorchState", "run"]
 
@@ -37,6 +39,11 @@ def _is_stateful(value: Any) -> bool:
 
 class _Stateful:
     def __init__(self, name: str, value: Any):
+        if isinstance(value, ShardedOptimizer):
+            raise InvalidArgument(
+                f"TorchState({name}=): the state of a ShardedOptimizer is divided among the ranks, and what "
+                "a lost one had is gone; use DistributedOptimizer"
+            )
         self._name, self._value = name, value
 
     def save(self) -> None:

@@ -179,7 +179,7 @@ class ShardedOptimizer(optim.Optimizer):
             if values and param.tensor in self._own:
                 begin, end = param.shares[self._group.rank]
                 self._inner.state[self._own[param.tensor]] = {
-                    key: _share(key, value, begin, end) for key, value in values.items()
+                    key: _share(key, value, begin, end, param.flat) for key, value in values.items()
                 }
 
 
@@ -242,7 +242,10 @@ def _joined(key: str, pieces: Sequence[Any], param: torch.Tensor) -> Any:
     return torch.cat([piece.to(pieces[0].device) for piece in pieces]).view(param.shape)
 
 
-def _share(key: str, value: Any, begin: int, end: int) -> Any:
+def _share(key: str, value: Any, begin: int, end: int, like: torch.Tensor) -> Any:
+    """Where the parameter lies, as torch's own `load_state_dict` has it."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.clone() if key in _SCALARS else value.detach().reshape(-1)[begin:end].clone()
+    if key in _SCALARS:
+        return value.clone()
+    return value.detach().reshape(-1)[begin:end].to(like.device, like.dtype, copy=True)

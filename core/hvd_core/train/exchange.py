@@ -11,7 +11,7 @@ import numpy as np
 from ..config import Config
 from .agree import compare_shards
 from .ranks import Ranks
-from .shard import BlockFiles, Shard, ShardBlock, default_memory_bytes, describe_blocks
+from .shard import BlockFiles, Shard, default_memory_bytes, describe_blocks
 from .spec import TrainSpec
 
 #: Rows are counted by the first bits of their hash; only those near a boundary are looked at one by one.

@@ -57,7 +57,9 @@ Status Scheduler::TakeSubmissions() {
   }
   if (mailboxes_ != nullptr) {
     HVD_RETURN_IF_ERROR(AnnounceIds());
-  } else {
+  }
+  // A join must not come before what was submitted before it.
+  if (mailboxes_ == nullptr || !announcements.empty()) {
     for (const CacheId id : unannounced_) announcements.push_back({id, {}});
     unannounced_.clear();
   }
@@ -169,6 +171,7 @@ Status Scheduler::HandleFrames() {
     }
     switch (frame->kind) {
       case FrameKind::kAnnounce:
+        HVD_RETURN_IF_ERROR(ReadMailboxes());  // it has written there before it sent this
         HVD_RETURN_IF_ERROR(HandleAnnouncements(*frame));
         break;
       case FrameKind::kDecide: {

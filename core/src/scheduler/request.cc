@@ -39,7 +39,14 @@ bool Makes(const Request& request) {
       if (__builtin_mul_overflow(nbytes, extent, &nbytes) || nbytes > kMaxTensorBytes) return false;
     }
   }
-  return true;
+  if (request.op != Op::kAlltoall) return true;
+  if (request.members[0].shape.empty()) return false;
+  int64_t rest = request.members[0].shape[0];
+  for (const int64_t rows : request.splits) {
+    if (rows < 0 || rows > rest) return false;
+    rest -= rows;
+  }
+  return rest == 0;
 }
 
 std::vector<int64_t> GetInts(Reader& in) {

@@ -96,7 +96,6 @@ Result<bool> Scheduler::LookAtEverything(bool poll) {
 Status Scheduler::Resolve(const Round& round) {
   const auto broken = [] { return Status(Code::kPeerLost, "lost rank 0: it sent a broken decision"); };
   running_.clear();
-  stand_ins_.clear();
   tensors_.clear();
   auto in_full = round.in_full.begin();
   // A round that names a submission twice is broken as well.
@@ -130,7 +129,7 @@ Status Scheduler::Resolve(const Round& round) {
       Known& known = entry->value;
       is_new = run({&known.pending, known.request.get(), &decision, &known, kNoId});
     } else if (decision.stand_in) {
-      Submission* const made = MakeStandIn(*decision.stand_in);
+      Submission* const made = MakeStandIn(decision);
       is_new = run({made, made->request.get(), &decision, nullptr, kNoId});
     }
     if (!is_new) return broken();
@@ -143,17 +142,21 @@ Status Scheduler::Resolve(const Round& round) {
   return Status::Ok();
 }
 
-Submission* Scheduler::MakeStandIn(const Request& request) {
+Submission* Scheduler::MakeStandIn(const Decision& decision) {
   auto& [submission, memory] = stand_ins_.emplace_back();
-  submission.request = std::make_shared<const Request>(request);
+  submission.request = std::make_shared<const Request>(*decision.stand_in);
   submission.handle = std::make_shared<Handle>(submission.request);
-  size_t most = 0;
-  for (const Member& member : request.members) most = std::max<size_t>(most, member.nbytes());
-  memory.resize(2 * most * request.members.size());
-  for (size_t m = 0; m < request.members.size(); ++m) {
-    std::byte* const zeros = memory.data() + 2 * most * m;
-    submission.buffers.push_back({zeros, zeros + most});
+  constexpr size_t kAlign = 64;
+  const bool runs = decision.mismatch.empty();
+  std::vector<size_t> begins = {0};  // of in and out, member after member
+  for (const Member& member : submission.request->members) {
+    const size_t nbytes = runs ? (member.nbytes() + kAlign - 1) / kAlign * kAlign : 0;
+    begins.push_back(begins.back() + nbytes);
+    begins.push_back(begins.back() + nbytes);
   }
+  memory.resize(begins.back());
+  for (size_t m = 0; m < submission.request->members.size(); ++m)
+    submission.buffers.push_back({memory.data() + begins[2 * m], memory.data() + begins[2 * m + 1]});
   return &submission;
 }
 
@@ -207,6 +210,7 @@ void Scheduler::Complete() {
     num_pending_.fetch_sub(static_cast<int>(running_.size() - stand_ins_.size()), std::memory_order_seq_cst);
   }
   running_.clear();
+  stand_ins_.clear();
   counters_.collectives += done_.size();
   for (const auto& [index, status] : mismatches) done_[index]->Complete(status);
   for (const auto& handle : done_) handle->Complete(Status::Ok());

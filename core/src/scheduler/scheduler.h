@@ -144,7 +144,7 @@ class Scheduler final : public Engine {
   Result<bool> LookAtEverything(bool poll) REQUIRES(baton_) EXCLUDES(mutex_);
   // Finds the submissions of a round's decisions; not ok if the round does not make sense here.
   Status Resolve(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
-  Submission* MakeStandIn(const Request& request) REQUIRES(baton_);
+  Submission* MakeStandIn(const Decision& decision) REQUIRES(baton_);
   Status Execute(const Round& round) REQUIRES(baton_) EXCLUDES(mutex_);
   void Complete() REQUIRES(baton_) EXCLUDES(mutex_);
   void Forget(Cache<Known>::Entry& entry) NO_THREAD_SAFETY_ANALYSIS;  // with both mutexes
