@@ -22,7 +22,7 @@ Result<PlanOffer> Group::OfferPlan(PlanSpec spec) {
 }
 
 std::shared_ptr<Plan> Group::JoinPlan(const PlanOffer& offer) {
-  const Meeting& meeting = offer.handle->meeting();
+  const Meeting meeting = offer.handle->TakeMeeting();
   auto segments = meeting.segments;
   if (size_ == 1) segments = {offer.words};
   if (segments.size() != static_cast<size_t>(topology_.local_size())) return nullptr;

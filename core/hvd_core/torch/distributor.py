@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from .copies import state_of_copy
 from .gradient_hooks import GradientHook, register, remove_all, take_over
 from .gradients import Reduction, reduce_gradients
 from .parameters import default_names
-from .planned import Arrivals, PlannedGradients
+from .planned import Arrivals, PlannedGradients, RankHasJoined
 
 
 class Distributor:
@@ -275,17 +275,15 @@ class Distributor:
 
     def _make_plan(self, group: Group) -> None:
         """Right after gradients were reduced, so that all ranks come here together, but for those that have
-        joined: with one of them there is no plan, and each step tries again."""
+        joined: then each step tries again."""
         self._planned, self._planned_in = None, None
-        label = self._label_in(group)
-        if group.size > 1 and group.allreduce(np.ones(1, np.int64), name=f"{label}.here")[0] < group.size:
-            return
-        self._planned_in = weakref.ref(group)
-        self._plans += 1
-        label = f"{label}.{self._plans}"
-        self._planned = PlannedGradients.make(
-            self._how, group, label, self._params, self._labels, self._arrivals.order
-        )
+        label = f"{self._label_in(group)}.{self._plans + 1}"
+        with suppress(RankHasJoined):
+            self._planned = PlannedGradients.make(
+                self._how, group, label, self._params, self._labels, self._arrivals.order
+            )
+            self._planned_in = weakref.ref(group)
+            self._plans += 1
 
     def _label_in(self, group: Group) -> str:
         """The name of our collectives; numbers start anew with each Group."""

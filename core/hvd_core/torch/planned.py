@@ -36,6 +36,10 @@ class Left:
     changed: bool
 
 
+class RankHasJoined(Exception):
+    """There is no plan without a rank that goes on later."""
+
+
 class PlannedGradients:
     """The gradients of a fixed list of parameters in one Group. Step by step, on all ranks: `begin`, any
     `hand_over`, `finish`.
@@ -67,7 +71,7 @@ class PlannedGradients:
         arrived: Sequence[int],
     ) -> PlannedGradients | None:
         """All ranks call it together; the order is that in which rank 0's gradients `arrived` (positions).
-        None, on all ranks, if a plan is not possible."""
+        None, on all ranks, if a plan is not possible. Raises `RankHasJoined`, on all that have not."""
         if how.compression is not Compression.none or not params:
             return None
         if any(p.dtype not in _DTYPES or p.device.type != "cpu" for p in params):
@@ -75,7 +79,10 @@ class PlannedGradients:
         # Of those that have not arrived, the last are likely to be the first.
         first = dict.fromkeys(i for i in arrived if i < len(params))
         positions = np.array([*dict.fromkeys([*first, *reversed(range(len(params)))])], np.int64)
-        order = group.broadcast(positions, root=0, name=f"{label}.order").tolist()
+        orders = group.allgather(positions, name=f"{label}.order")
+        if len(orders) < group.size * len(positions):
+            raise RankHasJoined
+        order = orders[: len(positions)].tolist()
         tensors = [
             (f"gradient of {names[i]}", _DTYPES[params[i].dtype], list(params[i].shape)) for i in order
         ]

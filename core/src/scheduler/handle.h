@@ -3,6 +3,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.h"
@@ -42,7 +43,8 @@ class Handle {
   // Of a done handle.
   const Status& status() const { return status_; }
   const std::vector<Gathered>& gathered() const { return results_ ? results_->gathered : kNothing.gathered; }
-  const Meeting& meeting() const { return results_ ? results_->meeting : kNothing.meeting; }
+  // Once. Links go back when nobody holds them, and the engine may hold this handle for a moment longer.
+  Meeting TakeMeeting() { return results_ ? std::exchange(results_->meeting, {}) : Meeting(); }
 
   // Sleeps until the handle is done, the deadline has passed, or Poke() was called after `pokes` was read.
   uint32_t pokes() const { return pokes_.load(std::memory_order_acquire); }
