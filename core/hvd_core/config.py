@@ -62,6 +62,11 @@ class Config:
     #: Where larger shards are written (unlinked at once); "" is the platform's local directory.
     shard_dir: str = ""
 
+    @property
+    def timeline_path(self) -> str:
+        """The file that is written from the beginning; "" if none is."""
+        return "" if self.timeline == "DYNAMIC" else self.timeline
+
     def __post_init__(self) -> None:
         for f in fields(self):
             value, least = getattr(self, f.name), f.metadata.get("least", 0)
@@ -74,7 +79,7 @@ class Config:
     def from_env(cls, env: Mapping[str, str] | None = None) -> Config:
         """Reads HVD_* variables. An unknown one, or one that does not parse, is an `InvalidArgument`."""
         env = os.environ if env is None else env
-        known = {f"HVD_{f.name.upper()}": f.name for f in fields(cls)}
+        known = {variable(f.name): f.name for f in fields(cls)}
         defaults = cls()
         values: dict[str, Any] = {}
         for key, text in env.items():
@@ -94,10 +99,13 @@ class Config:
         defaults = type(self)()
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {
-            f"HVD_{name.upper()}": str(value)
-            for name, value in values.items()
-            if value != getattr(defaults, name)
+            variable(name): str(value) for name, value in values.items() if value != getattr(defaults, name)
         }
+
+
+def variable(field_name: str) -> str:
+    """The name in the environment of a field of `Config`."""
+    return f"HVD_{field_name.upper()}"
 
 
 _KINDS = {int: "a whole number", float: "a number of seconds", str: "a string"}

@@ -38,9 +38,6 @@ class ReduceOp(IntEnum):
 
 Average, Sum, Adasum, Min, Max, Product = ReduceOp
 
-#: A `Config.timeline` that names no file, as in Horovod.
-_DYNAMIC = "DYNAMIC"
-
 # core/src/scheduler/request.h: enum Op
 ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, _PLAN, ALLTOALL, REDUCESCATTER = range(7)
 
@@ -184,7 +181,7 @@ class Group:
             config.stall_shutdown_s,
             config.ring_streams,
             config.wire_dtype,
-            "" if config.timeline == _DYNAMIC else config.timeline,
+            config.timeline_path,
             config.timeline_mark_cycles != 0,
             cpu_quota() or 0.0,
             note,

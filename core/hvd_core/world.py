@@ -37,7 +37,7 @@ class World:
         config = config or Config.from_env()  # a bad setting here must not put this rank's count off
         count, self._connects = self._connects, self._connects + 1
         number = f"{self.generation}.{count}" if self.generation else str(count)
-        if config.timeline and number != "0":  # the first Group's timeline is kept
+        if config.timeline_path and number != "0":  # the first Group's timeline is kept
             path = PurePath(config.timeline)
             config = replace(config, timeline=str(path.with_name(f"{path.stem}.{number}{path.suffix}")))
         epoch = (self.generation << 32) + count

@@ -12,9 +12,10 @@ from ..errors import InvalidArgument
 from ..objects import broadcast_object
 from .distributor import Distributor
 from .functions import broadcast_parameters
+from .sampler import ElasticSampler
 from .sharded import ShardedOptimizer
 
-__all__ = ["ObjectState", "State", "TorchState", "run"]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 class TorchState(ObjectState):

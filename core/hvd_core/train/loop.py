@@ -412,5 +412,4 @@ def _seed(seed: int) -> None:
 
 def _timeline_path() -> str | None:
     """Of the file that rank 0 writes from beginning to end, if any."""
-    path = Config.from_env().timeline
-    return None if path in ("", "DYNAMIC") else path
+    return Config.from_env().timeline_path or None
