@@ -68,6 +68,8 @@ class RayExecutor:
     cause and all workers are ended: `start()` begins anew.
     """
 
+    create_settings = staticmethod(create_settings)
+
     def __init__(
         self,
         settings: Settings | None = None,

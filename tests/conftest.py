@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -105,3 +107,25 @@ def notebook(tmp_path: Path) -> Iterator[Any]:
     made = Notebook(tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module that `import horovod` gives in this test, and in ranks that it starts."""
+    import hvd_core
+    from hvd_core import as_horovod, horovod_calls
+    from hvd_core.launch import pickling
+
+    monkeypatch.setattr(horovod_calls, "_said", set())
+    monkeypatch.setattr(horovod_calls, "_written", {})
+    before = dict(os.environ)
+    hvd_core.install_as_horovod()
+    hvd_core.install_as_horovod()
+    yield importlib.import_module("horovod")
+    sys.meta_path.remove(as_horovod.FINDER)
+    pickling.BEFORE_JOBS.clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        del sys.modules[name]
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)

@@ -12,6 +12,7 @@ from .group import Adasum, Average, Group, Handle, Listener, Max, Min, Product, 
 from .world import World
 
 if TYPE_CHECKING:
+    from .as_horovod import install_as_horovod
     from .launch import log_to_driver, run
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "World",
+    "install_as_horovod",
     "log_to_driver",
     "run",
 ]
@@ -40,4 +42,8 @@ def __getattr__(name: str) -> Any:
         from . import launch
 
         return getattr(launch, name)
+    if name == "install_as_horovod":
+        from . import as_horovod
+
+        return as_horovod.install_as_horovod
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -29,6 +30,14 @@ def total(x: float, y: float = 0.0) -> tuple[int, int, float, int]:
     hvd.init()
     value = float(hvd.allreduce(torch.tensor([x + hvd.rank()]), name="x", op=hvd.Sum)) + y
     return hvd.rank(), hvd.size(), value, os.getpid()
+
+
+def as_horovod(factor: int) -> int:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    return factor * int(hvd.allreduce(torch.tensor([1]), op=hvd.Sum))
 
 
 class Counter:
@@ -188,3 +197,11 @@ def offer(node: str, *gpus: str) -> Offer:
 )
 def test_s1_visible_gpus(offers: list[Offer], shown: list[str | None]) -> None:
     assert visible_gpus(offers) == shown
+
+
+def test_jobs_of_horovods_run_unchanged(cluster: Any, horovod: Any) -> None:
+    executor_class = importlib.import_module("horovod.ray").RayExecutor
+    executor = executor_class(executor_class.create_settings(timeout_s=30), num_workers=2)
+    executor.start()
+    assert executor.run(as_horovod, args=[5]) == [10, 10]
+    executor.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import warnings
 from pathlib import Path
@@ -141,3 +142,18 @@ def test_where_a_store_keeps_its_runs() -> None:
     assert not store.saving_runs
     assert len({new_run_id() for _ in range(100)}) == 100, "also within a second"
     assert Store("/x", runs_path="/y").get_checkpoint_path("a") == "/y/a"
+
+
+def test_spark_jobs_of_horovod_run_unchanged(spark: Any, horovod: Any) -> None:
+    def train(factor: int) -> int:
+        import horovod.torch as hvd
+
+        hvd.init()
+        return factor * int(hvd.allgather(torch.tensor([hvd.rank()]))[1])
+
+    run = importlib.import_module("horovod.spark").run
+    assert run(train, args=(3,), num_proc=2, start_timeout=60, use_gloo=True, verbose=0) == [3, 3]
+    assert importlib.import_module("horovod.spark.torch").TorchEstimator is TorchEstimator
+    assert importlib.import_module("horovod.spark.common.store").LocalStore is LocalStore
+    with pytest.raises(InvalidArgument, match="there is no MPI"):
+        run(train, args=(3,), num_proc=2, use_mpi=True)

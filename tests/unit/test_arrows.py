@@ -69,8 +69,17 @@ PYTHON_ARROWS: dict[str, set[str]] = {
         "hvd_core.config",
         "hvd_core.errors",
     },
+    "hvd_core.horovod_calls": {
+        "hvd_core.launch",
+        "hvd_core.basics",
+        "hvd_core.world",
+        "hvd_core.config",
+        "hvd_core.errors",
+    },
+    "hvd_core.as_horovod": {"hvd_core.horovod_calls", "hvd_core.launch", "hvd_core.errors"},
     # The package itself only gathers the framework-free names.
     "hvd_core": {
+        "hvd_core.as_horovod",
         "hvd_core.launch",
         "hvd_core.objects",
         "hvd_core.basics",
@@ -103,6 +112,7 @@ FRAMEWORKS: dict[str, str] = {
 ENVIRONMENT: dict[str, str] = {
     "hvd_core.config": "reads HVD_*",
     "hvd_core.foreign": "reads what other launchers set",
+    "hvd_core.horovod_calls": "reads HOROVOD_*, as settings of ours",
     "hvd_core.launch": "hands an environment to its children",
     "hvd_spark": "hands an environment to its ranks and finds the interpreter",
     "hvd_ray": "hands an environment to its ranks",

@@ -16,6 +16,8 @@ from ..errors import InvalidArgument, NotPicklable
 #: Captures above this are named in a warning.
 LARGE_NBYTES = 50 << 20
 _MAX_DEPTH = 8
+#: What a rank unpickles before its job, and before it imports anything of the job's; by who wants it.
+BEFORE_JOBS: dict[str, Any] = {}
 
 _Job = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -40,7 +42,7 @@ def dumps(
 
     job = (fn, tuple(args), dict(kwargs or {}))
     try:
-        payload = pickler.dumps(job)
+        payload = pickler.dumps(_Preceded(job) if BEFORE_JOBS else job)
     except Exception as error:
         path, value, why = _first_unpicklable(fn, job, names, error)
         what = "" if names else f"{function_name(fn)} cannot be sent to the ranks: "
@@ -52,6 +54,20 @@ def dumps(
     if len(payload) > LARGE_NBYTES:
         _warn_of_large(fn, job, names, len(payload))
     return payload
+
+
+class _Preceded:
+    """Unpickles as `job`, after what has to come before it."""
+
+    def __init__(self, job: _Job):
+        self._job = job
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _last, (*BEFORE_JOBS.values(), self._job)
+
+
+def _last(*values: Any) -> Any:
+    return values[-1]
 
 
 def dumps_result(fn: Any, result: Any) -> bytes:

@@ -84,6 +84,11 @@ class Distributor:
         finally:
             self._skip = False
 
+    @property
+    def takes_gradients_as_they_are(self) -> bool:
+        """Within `skip_synchronize`."""
+        return self._skip
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """In this context a backward only adds to this rank's gradients, as in DistributedDataParallel; it
