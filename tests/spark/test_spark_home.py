@@ -26,7 +26,7 @@ def python_without_pyspark(directory: Path) -> Path:
     scheme = {"base": str(directory), "platbase": str(directory)}
     target = Path(sysconfig.get_path("purelib", "venv", scheme))
     places = [*site.getsitepackages(), *(p for p in sys.path if p.endswith("site-packages"))]
-    for place in dict.fromkeys(places):
+    for place in filter(os.path.isdir, dict.fromkeys(places)):  # Debian's Python names others, too
         for entry in Path(place).iterdir():
             is_spark = entry.name.startswith(("pyspark", "py4j"))
             leads_elsewhere = entry.suffix == ".pth" and "editable" not in entry.name
