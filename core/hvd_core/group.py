@@ -303,9 +303,9 @@ class Group:
         out: Any = None,
     ) -> Handle:
         """Starts an `allreduce_async` of which this rank gets its rows only: `rows_of(len(array), rank,
-        size)`, the same bits. Its handle gives `out`, which is made if None; only for a numpy `array` it may
-        be."""
-        result = self._share_of(array, name) if out is None else out
+        size)`, the same bits. Its handle gives `out`, which is made if None (only for a numpy `array`) and
+        must not overlap `array`."""
+        result = self._share_of(array, name, out)
         return self._native.start(self, REDUCESCATTER, name, array, result, op, prescale, postscale, 0)
 
     def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> None:
@@ -365,10 +365,15 @@ class Group:
         timeout_s: float | None = None,
     ) -> Any:
         """`reducescatter_async(array, ...).wait(timeout_s)`."""
-        result = self._share_of(array, name) if out is None else out
+        result = self._share_of(array, name, out)
         return self._native.run(REDUCESCATTER, name, array, result, op, prescale, postscale, 0, timeout_s)
 
-    def _share_of(self, array: Any, name: str) -> np.ndarray:
+    def _share_of(self, array: Any, name: str, out: Any) -> Any:
+        if out is not None:
+            arrays = isinstance(array, np.ndarray) and isinstance(out, np.ndarray)
+            if arrays and np.may_share_memory(array, out):
+                raise InvalidArgument(f"{name}: out= of a reducescatter must not overlap its input")
+            return out
         if not isinstance(array, np.ndarray):
             raise InvalidArgument(f"{name}: pass out= for what is not a numpy array")
         if array.ndim == 0:

@@ -556,15 +556,20 @@ TEST(one_collective_after_another_on_the_same_links) {
 
 // -- faults --
 
+// Links of which one breaks, for good, when *calls_left calls were made over all of them.
+Options BreakingLinks(std::atomic<int>* calls_left) {
+  Options options;
+  options.wrap = [calls_left](std::unique_ptr<Link> link) {
+    return std::make_unique<BreakingLink>(std::move(link), calls_left, 20'000);
+  };
+  return options;
+}
+
 // Four sums over links of which one breaks at the cut-th call, counted over all of them, with a check of what
 // is then said. How many ranks failed; *calls is how many calls there were.
 int SumOverABreakingLink(const Layout& layout, int cut, int* calls) {
   std::atomic<int> calls_left{cut};
-  Options options;
-  options.wrap = [&](std::unique_ptr<Link> link) {
-    return std::make_unique<BreakingLink>(std::move(link), &calls_left, 20'000);
-  };
-  Ranks ranks(layout, options);
+  Ranks ranks(layout, BreakingLinks(&calls_left));
   const int size = SizeOf(layout);
   const auto begin = Clock::now();
   std::atomic<bool> is_right{true};
@@ -623,11 +628,7 @@ TEST(a_link_cut_in_an_alltoall_ends_every_rank_in_time) {
     int failed = 0;
     for (int cut = 1; cut < 60; cut += 8) {
       std::atomic<int> calls_left{cut};
-      Options options;
-      options.wrap = [&](std::unique_ptr<Link> link) {
-        return std::make_unique<BreakingLink>(std::move(link), &calls_left, 20'000);
-      };
-      Ranks ranks(layout, options);
+      Ranks ranks(layout, BreakingLinks(&calls_left));
       const int size = SizeOf(layout);
       const auto begin = Clock::now();
       ranks.Run([&](int rank, Collectives& collectives) {

@@ -232,6 +232,7 @@ def _bad_arguments() -> list[str]:
             lambda: g.broadcast(np.ones(3), root=7, name="root"),
             lambda: g.allgather(np.array(1.0), name="scalar"),
             lambda: g.allreduce(np.ones(3), name="other out", out=np.ones(4)),
+            lambda: g.reducescatter(big, name="own out", out=big[:50]),
         ]
         for call in bad:
             try:
@@ -254,7 +255,7 @@ def _bad_arguments() -> list[str]:
 
 def test_bad_arguments_are_found_on_their_rank_and_nothing_else_happens() -> None:
     for texts in hvd_core.run(_bad_arguments, num_proc=2):
-        assert len(texts) == 8, texts
+        assert len(texts) == 9, texts
         names = [
             "strided",
             "read only",
@@ -264,6 +265,7 @@ def test_bad_arguments_are_found_on_their_rank_and_nothing_else_happens() -> Non
             "root 7",
             "scalar",
             "other out",
+            "own out",
         ]
         for text, name in zip(texts, names, strict=True):
             assert name in text

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import secrets
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -86,9 +86,7 @@ def test_the_variables_of_srun_and_of_hydra(script: str) -> None:
 
 
 def test_two_hosts_with_a_secret(script: str) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"HVD_JOB_TOKEN": secrets.token_hex(16)}
     ranks = [common | {"RANK": str(rank), "HVD_HOST_ID": f"host{rank}"} for rank in range(2)]
     assert started_with(ranks, script) == [f"{rank} 2 0 1 2 [3.0, 3.0, 3.0]" for rank in range(2)]

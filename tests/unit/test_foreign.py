@@ -16,6 +16,7 @@ from hvd_core import Config, foreign
 from hvd_core.errors import CollectiveTimeout, InvalidArgument
 from hvd_core.foreign import Place
 from hvd_core.rendezvous import ByToken, Meeting, OnThisHost, Refused, meet, meeting_of
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -98,11 +99,6 @@ def test_several_hosts_need_a_secret_and_an_address() -> None:
     with pytest.raises(InvalidArgument, match="HVD_RENDEZVOUS=host:port"):
         meeting_of(Place("srun", 0, 4, None, "job"), Config(job_token=secret))
     assert meeting_of(Place("torchrun", 0, 2, 2, "job"), Config()) == OnThisHost("job")
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=["host", "token"])

@@ -57,7 +57,7 @@ from .handles import poll, synchronize
 from .joining import join
 from .optimizer import DistributedOptimizer
 from .optimizer_state import broadcast_optimizer_state
-from .places import summary
+from .overview import summary
 from .reductions import (
     allreduce,
     allreduce_,
